@@ -8,89 +8,113 @@ Other processes cannot open the log during an import; an export, and a dry run, 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Annotated, Final
 
 from ister.base.clock import SystemClock
 from ister.base.model import JsonObject, TopicName
-from ister.cli.errors_out import answer, error_as_json, print_errors, print_json
-from ister.cli.location import (
-    add_place_arguments,
-    load_place,
-    parse_topic,
-    require_bucket,
-    wal_root,
-)
-from ister.cli.output import Subparsers, add_command, print_table
+from ister.cli.command import Arg, Group, Shown, Table, command
+from ister.cli.errors_out import error_as_json, print_json
+from ister.cli.location import Place, parse_topic, require_bucket, wal_root
 from ister.cli.stored_topics import describe_topic
 from ister.errors import ConflictError, IsterError, NotFoundError
 from ister.rescue.recover import lock_log
 from ister.subscription.danube_metadata import Migration, find_subscriptions, parse_metadata
 from ister.topic.stores import open_metadata
 
+DANUBE: Final = Group(
+    "danube",
+    "exchange metadata with Danube",
+    examples=(
+        "ister danube import metadata.json --data ./ister-data",
+        "ister danube export --data ./ister-data",
+    ),
+    metavar="WHAT",
+)
+register = DANUBE.register
 
-def register(commands: Subparsers) -> None:
-    """Adds the command and its parts to the parser."""
-    parser = add_command(
-        commands,
-        "danube",
-        help="exchange metadata with Danube",
-        examples=(
-            "ister danube import metadata.json --data ./ister-data",
-            "ister danube export --data ./ister-data",
+
+@command(DANUBE, "import", failed={})
+def import_metadata(
+    place: Place,
+    file: Annotated[str, Arg("JSON file, or - for standard input", "FILE")],
+    *,
+    without_cursor: Annotated[
+        str | None,
+        Arg(
+            "where subscriptions begin that have acknowledged nothing (default: an error)",
+            choices=("earliest", "latest"),
         ),
-    )
-    kinds = parser.add_subparsers(metavar="WHAT", required=True)
-    importing = add_command(
-        kinds,
-        "import",
-        help="create subscriptions at the cursors that Danube has stored",
-        description="Creates the subscriptions in a file of Danube's metadata: a JSON object with "
-        "its keys and values, or the output of `etcdctl get --prefix /topics -w json`. Each begins "
-        "behind its last acknowledged offset. Their topics have to exist: run `ister recover` "
-        "first. Existing subscriptions are left unchanged.",
-        examples=(
-            "ister danube import metadata.json --data ./ister-data --dry-run",
-            "ister danube import metadata.json --config ister.yml --without-cursor earliest",
-        ),
-    )
-    importing.add_argument("file", metavar="FILE", help="JSON file, or - for standard input")
-    importing.add_argument(
-        "--without-cursor",
-        choices=("earliest", "latest"),
-        help="where subscriptions begin that have acknowledged nothing (default: an error)",
-    )
-    importing.add_argument(
-        "--dry-run", action="store_true", help="report what would be done, without writing"
-    )
-    add_place_arguments(importing)
-    importing.set_defaults(run=lambda options: answer(options, lambda: _import(options)))
-    exporting = add_command(
-        kinds,
-        "export",
-        help="print the metadata that Danube 0.9 and later needs of topics",
-        description="Prints a JSON object with the keys and values that Danube 0.9 and later has "
-        "of topics: segments, delivery, subscriptions and cursors. All objects of the topics have "
-        "to be in the layout `segments`, and every message has to be uploaded.",
-        examples=("ister danube export /default/orders --data ./ister-data",),
-    )
-    exporting.add_argument(
-        "topics",
-        metavar="TOPIC",
-        nargs="*",
-        type=parse_topic,
-        help="topic name, such as /default/orders (default: all topics)",
-    )
-    add_place_arguments(exporting)
-    exporting.set_defaults(run=lambda options: answer(options, lambda: _export(options)))
+    ] = None,
+    dry_run: Annotated[bool, Arg("report what would be done, without writing")] = False,
+) -> Shown:
+    """Create subscriptions at the cursors that Danube has stored.
+
+    Creates the subscriptions in a file of Danube's metadata: a JSON object with its keys and
+    values, or the output of `etcdctl get --prefix /topics -w json`. Each begins behind its last
+    acknowledged offset. Their topics have to exist: run `ister recover` first. Existing
+    subscriptions are left unchanged.
+
+    Examples:
+        ister danube import metadata.json --data ./ister-data --dry-run
+        ister danube import metadata.json --config ister.yml --without-cursor earliest
+    """
+    data = sys.stdin.buffer.read() if file == "-" else _read(file)
+    rows: list[tuple[str, str, str, int | None]] = []
+    errors: list[IsterError] = []
+    found = find_subscriptions(parse_metadata(data))
+    with _opened(place, read_only=dry_run) as migration:
+        for one in found:
+            cursor: int | None = None
+            try:
+                cursor = migration.import_subscription(
+                    one, without_cursor=without_cursor, dry_run=dry_run
+                )
+            except IsterError as error:
+                errors.append(error)
+            rows.append((str(one.topic), one.name, one.kind, cursor))
+    titles = ("topic", "subscription", "type", "cursor")
+    json = {
+        "ok": not errors,
+        "dry_run": dry_run,
+        "subscriptions": [dict(zip(titles, row, strict=True)) for row in rows],
+        "errors": [error_as_json(error) for error in errors],
+    }
+    table = Table(titles, rows, empty="no subscriptions in this file")
+    return Shown(json, table, not errors, errors=errors)
+
+
+@command(DANUBE, "export", failed={})
+def export_metadata(
+    place: Place,
+    topics: Annotated[
+        list[TopicName],
+        Arg("topic name, such as /default/orders (default: all topics)", "TOPIC", parse_topic),
+    ],
+) -> Shown:
+    """Print the metadata that Danube 0.9 and later needs of topics.
+
+    Prints a JSON object with the keys and values that Danube 0.9 and later has of topics: segments,
+    delivery, subscriptions and cursors. All objects of the topics have to be in the layout
+    `segments`, and every message has to be uploaded.
+
+    Examples:
+        ister danube export /default/orders --data ./ister-data
+    """
+    keys: JsonObject = {}
+    with _opened(place, read_only=True) as migration:
+        for topic in topics or migration.topics():
+            _require_uploaded(place, topic)
+            keys |= migration.export_topic(topic)
+    return Shown(keys, lambda: print_json(keys))
 
 
 @contextmanager
-def _opened(options: argparse.Namespace, *, read_only: bool) -> Iterator[Migration]:
-    storage, clock = load_place(options).storage, SystemClock()
+def _opened(place: Place, *, read_only: bool) -> Iterator[Migration]:
+    storage, clock = place.load().storage, SystemClock()
     require_bucket(storage)
     with ExitStack() as stack:
         root = wal_root(storage)
@@ -102,39 +126,6 @@ def _opened(options: argparse.Namespace, *, read_only: bool) -> Iterator[Migrati
         yield Migration(store, root_prefix=storage.metadata.root_prefix, clock=clock)
 
 
-def _import(options: argparse.Namespace) -> int:
-    data = sys.stdin.buffer.read() if options.file == "-" else _read(options.file)
-    found = find_subscriptions(parse_metadata(data))
-    rows: list[tuple[str, str, str, int | None]] = []
-    errors: list[IsterError] = []
-    with _opened(options, read_only=options.dry_run) as migration:
-        for one in found:
-            cursor: int | None = None
-            try:
-                cursor = migration.import_subscription(
-                    one, without_cursor=options.without_cursor, dry_run=options.dry_run
-                )
-            except IsterError as error:
-                errors.append(error)
-            rows.append((str(one.topic), one.name, one.kind, cursor))
-    titles = ("topic", "subscription", "type", "cursor")
-    if options.json:
-        print_json(
-            {
-                "ok": not errors,
-                "dry_run": options.dry_run,
-                "subscriptions": [dict(zip(titles, row, strict=True)) for row in rows],
-                "errors": [error_as_json(error) for error in errors],
-            }
-        )
-    elif rows:
-        print_table(titles, rows)
-    else:
-        print("no subscriptions in this file")
-    print_errors(errors)
-    return 1 if errors else 0
-
-
 def _read(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
@@ -142,23 +133,13 @@ def _read(path: str) -> bytes:
         raise NotFoundError(f"cannot read {path}: {error.strerror}", path=path) from error
 
 
-def _export(options: argparse.Namespace) -> int:
-    keys: JsonObject = {}
-    with _opened(options, read_only=True) as migration:
-        for topic in options.topics or migration.topics():
-            _require_uploaded(options, topic)
-            keys |= migration.export_topic(topic)
-    print_json(keys)
-    return 0
-
-
-def _require_uploaded(options: argparse.Namespace, topic: TopicName) -> None:
+def _require_uploaded(place: Place, topic: TopicName) -> None:
     """Refuses a topic with messages that are in local files alone.
 
     Raises:
         ConflictError: There are some.
     """
-    storage = load_place(options).storage
+    storage = place.load().storage
     marks = describe_topic(storage, wal_root(storage), topic).watermarks
     if marks.next > marks.tiered:
         raise ConflictError(

@@ -70,7 +70,11 @@ _COMMANDS: Final = {
 """The line about each command in the help; the same as its module registers. Modules are loaded
 when their command is used: all of them take half a second."""
 
-_MODULES: Final = {"context": "contexts", "version": "about", "help": "about", "status": "about"}
+_MODULES: Final = {
+    **dict.fromkeys(("version", "help", "status"), "about"),
+    "context": "contexts",
+    "up": "serve",
+}
 """Modules with another name than their command."""
 
 _MOVED: Final = {

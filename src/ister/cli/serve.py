@@ -1,4 +1,4 @@
-"""`ister serve`: runs a broker until it is stopped. `ister up` also runs a pipeline.
+"""`ister serve` runs a broker until it is stopped; `ister up` also runs the pipeline on Spark.
 
 Owns: arguments, signals, and the greeting. SIGTERM and SIGINT stop it in order; a second one stops
 it at once. Does not own: the process that runs the pipeline (`pipeline.child_process`).
@@ -21,12 +21,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from typing import Annotated, Final, Self
 
 from ister.base import failpoints, logs, tracing
 from ister.base.allocator import keep_freed_buffers
 from ister.base.extras import missing_extra
+from ister.cli.command import Arg, command, register_command
 from ister.cli.location import CONFIG_VARIABLE, DATA_DEFAULT
-from ister.cli.output import Subparsers, add_command, console, is_terminal
+from ister.cli.output import console, is_terminal
 from ister.cli.pipeline.child_process import RUNNING, PipelineBeside, find_obstacle, make_command
 from ister.config import Config, StorageConfig, StorageMode, load_config
 from ister.errors import ConfigError, UnavailableError
@@ -35,68 +37,7 @@ _log = logging.getLogger("ister.cli.serve")
 
 _PORT_DEFAULT = ":6650"
 _EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 - only compared
-
-
-def register(commands: Subparsers) -> None:
-    """Adds the command."""
-    parser = add_command(
-        commands,
-        "serve",
-        help="run a broker, with a dashboard",
-        description="Serves topics over gRPC (Danube's protocol), Arrow Flight and HTTP, "
-        "with a dashboard. Without arguments, uses ./ister-data and listens on this machine "
-        "only. SIGTERM or Ctrl-C stops it in order.",
-        examples=(
-            "ister serve",
-            "ister serve --config ister.yml --json",
-            "ister serve --port 0 --flight-port 0 --http-port 0",
-        ),
-    )
-    add_broker_arguments(parser)
-    parser.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="also run the pipeline, as `ister up` does; fail without Java or pyspark",
-    )
-    parser.set_defaults(run=run)
-
-
-def add_broker_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of every command that runs a broker."""
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument(
-        "--config", metavar="FILE", help=f"config file (default: ${CONFIG_VARIABLE})"
-    )
-    place.add_argument(
-        "--data-dir", metavar="DIR", help=f"data directory (default: {DATA_DEFAULT})"
-    )
-    parser.add_argument("--host", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument(
-        "--port", metavar="N", type=int, help="gRPC port, 0 for any free one (default: 6650)"
-    )
-    parser.add_argument(
-        "--flight-port", metavar="N", type=int, help="Arrow Flight port (default: 6651)"
-    )
-    parser.add_argument("--http-port", metavar="N", type=int, help="HTTP port (default: 9040)")
-    parser.add_argument(
-        "--allow-insecure",
-        action="store_true",
-        help="listen on other addresses than localhost without authentication",
-    )
-    parser.add_argument(
-        "--log-level",
-        metavar="LEVEL",
-        default="INFO",
-        help="log level: DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the addresses as JSON, and log as JSON"
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    """Serves until a signal stops it."""
-    return run_broker(options, PipelineWish.REQUIRED if options.pipeline else PipelineWish.NONE)
+_JSON_HELP = "print the addresses as JSON, and log as JSON"
 
 
 class PipelineWish(Enum):
@@ -108,7 +49,90 @@ class PipelineWish(Enum):
     REQUIRED = "required"
 
 
-def run_broker(options: argparse.Namespace, wish: PipelineWish) -> int:
+class ServeOptions:
+    """The settings, addresses and log of a broker that a command runs."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Adds the arguments of every command that runs a broker."""
+        place = parser.add_mutually_exclusive_group()
+        place.add_argument(
+            "--config", metavar="FILE", help=f"config file (default: ${CONFIG_VARIABLE})"
+        )
+        place.add_argument(
+            "--data-dir", metavar="DIR", help=f"data directory (default: {DATA_DEFAULT})"
+        )
+        add = parser.add_argument
+        add("--host", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
+        add("--port", metavar="N", type=int, help="gRPC port, 0 for any free one (default: 6650)")
+        add("--flight-port", metavar="N", type=int, help="Arrow Flight port (default: 6651)")
+        add("--http-port", metavar="N", type=int, help="HTTP port (default: 9040)")
+        add(
+            "--allow-insecure",
+            action="store_true",
+            help="listen on other addresses than localhost without authentication",
+        )
+        add(
+            "--log-level",
+            metavar="LEVEL",
+            default="INFO",
+            help="log level: DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
+        )
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Self:
+        """Those that were given."""
+        return cls(options)
+
+
+@command(None, "serve", json=_JSON_HELP)
+def serve(
+    given: ServeOptions,
+    *,
+    pipeline: Annotated[
+        bool, Arg("also run the pipeline, as `ister up` does; fail without Java or pyspark")
+    ] = False,
+) -> int:
+    """Run a broker, with a dashboard.
+
+    Serves topics over gRPC (Danube's protocol), Arrow Flight and HTTP, with a dashboard. Without
+    arguments, uses ./ister-data and listens on this machine only. SIGTERM or Ctrl-C stops it in
+    order.
+
+    Examples:
+        ister serve
+        ister serve --config ister.yml --json
+        ister serve --port 0 --flight-port 0 --http-port 0
+    """
+    return _run_broker(given.options, PipelineWish.REQUIRED if pipeline else PipelineWish.NONE)
+
+
+@command(None, "up", json=_JSON_HELP)
+def up(given: ServeOptions) -> int:
+    """Run a broker and the pipeline on Spark.
+
+    Runs a broker like `ister serve`, and the pipeline (`ister pipeline run`) in the background, in
+    a small Spark session on this machine. The broker serves at once and never waits for Spark:
+    while the pipeline does not run, the broker uploads. A pipeline that dies is restarted. Without
+    Java or pyspark, one line says what is missing and the broker runs alone. SIGTERM or Ctrl-C
+    stops the pipeline, then the broker.
+
+    Examples:
+        ister up
+        ister up --data-dir /var/lib/ister
+        ister up --config ister.yml --json
+    """
+    return _run_broker(given.options, PipelineWish.OPTIONAL)
+
+
+COMMANDS: Final = {"serve": register_command(serve), "up": register_command(up)}
+"""What registers each of the commands."""
+
+
+def _run_broker(options: argparse.Namespace, wish: PipelineWish) -> int:
     """Runs a broker, and a pipeline beside it, until a signal stops both.
 
     Raises:
@@ -134,7 +158,7 @@ def run_broker(options: argparse.Namespace, wish: PipelineWish) -> int:
     if specification := os.environ.get("ISTER_FAILPOINTS"):
         failpoints.arm_from_environment(specification)
 
-    async def serve() -> None:
+    async def run() -> None:
         loop = asyncio.get_running_loop()
         broker = Broker(config)
         stopping = asyncio.Event()
@@ -180,7 +204,7 @@ def run_broker(options: argparse.Namespace, wish: PipelineWish) -> int:
 
     try:
         with asyncio.Runner(loop_factory=_loop_factory(config)) as runner:
-            runner.run(serve())
+            runner.run(run())
     finally:
         tracing.stop()
     return 0

@@ -13,7 +13,6 @@ subscription that is furthest behind.
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import shutil
@@ -23,28 +22,16 @@ import tty
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from ister.base.clock import Clock, SystemClock
 from ister.base.model import JsonObject
 from ister.base.positions import format_time
-from ister.cli.connection import (
-    add_broker_arguments,
-    broker_address,
-    connected,
-    parse_count,
-    parse_seconds,
-)
-from ister.cli.errors_out import answer, error_as_json, print_json
+from ister.cli.command import Arg, command, register_command
+from ister.cli.connection import Broker, parse_count, parse_seconds
+from ister.cli.errors_out import error_as_json, print_json
 from ister.cli.interrupts import Interrupts
-from ister.cli.output import (
-    Subparsers,
-    add_command,
-    console,
-    format_bytes,
-    format_span,
-    is_terminal,
-)
+from ister.cli.output import console, format_bytes, format_span, is_terminal
 from ister.cli.table import format_table
 from ister.errors import IsterError, UnavailableError
 
@@ -202,74 +189,73 @@ def _as_json(one: TopicLoad) -> JsonObject:
 # -- the command ----------------------------------------------------------------------------
 
 
-def register(commands: Subparsers) -> None:
-    """Adds the command to the parser."""
-    parser = add_command(
-        commands,
-        "top",
-        help="show rates, lag, blocked subscriptions and upload lag of all topics, live",
-        description="Shows the load of all topics on all brokers of a cluster: messages and "
-        "bytes per second in and out, the largest lag of a subscription, blocked subscriptions, "
-        "and bytes that are not uploaded yet. Keys: q quits, s sorts by the next column, r "
-        "reverses the order. If the output is not a terminal, snapshots are printed one after "
-        "the other.",
-        examples=("ister top", "ister top --sort lag --interval 5", "ister top --once --json"),
-    )
-    parser.add_argument(
-        "--sort",
-        metavar="COLUMN",
-        choices=SORTS,
-        default="in",
-        help=f"column to sort by: {', '.join(SORTS)} (default: in)",
-    )
-    parser.add_argument("--reverse", action="store_true", help="reverse the order")
-    parser.add_argument("--namespace", metavar="NAME", help="only topics of this namespace")
-    parser.add_argument(
-        "--partitions", action="store_true", help="show partitions instead of their topics"
-    )
-    parser.add_argument(
-        "--limit", metavar="N", type=parse_count, help="show at most this many topics"
-    )
-    parser.add_argument(
-        "--interval",
-        metavar="SECONDS",
-        type=parse_seconds,
-        default=_INTERVAL_SECONDS,
-        help=f"time between two snapshots (default: {_INTERVAL_SECONDS:g})",
-    )
-    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
-    parser.add_argument(
-        "--json", action="store_true", help="print each snapshot as a line with one JSON object"
-    )
-    add_broker_arguments(parser)
-    parser.set_defaults(run=_run)
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which topics are shown, and in which order at first."""
+
+    sort: str = "in"
+    is_reversed: bool = False
+    by_partition: bool = False
+    limit: int | None = None
 
 
-def _run(options: argparse.Namespace) -> int:
-    return answer(options, lambda: _show(options), {"topics": []})
+@command(
+    None, "top", json="print each snapshot as a line with one JSON object", failed={"topics": []}
+)
+def top(
+    broker: Broker,
+    *,
+    sort: Annotated[
+        str, Arg(f"column to sort by: {', '.join(SORTS)} (default: in)", "COLUMN", choices=SORTS)
+    ] = "in",
+    reverse: Annotated[bool, Arg("reverse the order")] = False,
+    namespace: Annotated[str | None, Arg("only topics of this namespace", "NAME")] = None,
+    partitions: Annotated[bool, Arg("show partitions instead of their topics")] = False,
+    limit: Annotated[int | None, Arg("show at most this many topics", "N", parse_count)] = None,
+    interval: Annotated[
+        float,
+        Arg(
+            f"time between two snapshots (default: {_INTERVAL_SECONDS:g})", "SECONDS", parse_seconds
+        ),
+    ] = _INTERVAL_SECONDS,
+    once: Annotated[bool, Arg("print one snapshot and exit")] = False,
+    json: bool,
+) -> int:
+    """Show rates, lag, blocked subscriptions and upload lag of all topics, live.
 
+    Shows the load of all topics on all brokers of a cluster: messages and bytes per second in and
+    out, the largest lag of a subscription, blocked subscriptions, and bytes that are not uploaded
+    yet. Keys: q quits, s sorts by the next column, r reverses the order. If the output is not a
+    terminal, snapshots are printed one after the other.
 
-def _show(options: argparse.Namespace) -> int:
-    is_live = not (options.once or options.json) and is_terminal(sys.stdout)
-    with connected(options) as client, Interrupts() as interrupts:
+    Examples:
+        ister top
+        ister top --sort lag --interval 5
+        ister top --once --json
+    """
+    with broker.connect() as client, Interrupts() as interrupts:
 
         def ask() -> list[TopicJson]:
             with interrupts.breaking():
-                return client.admin.list_topics(options.namespace)
+                return client.admin.list_topics(namespace)
 
-        view = View(ask, options, SystemClock())
+        selection = Selection(sort, reverse, partitions, limit)
+        view = View(ask, selection, broker.address, SystemClock(), is_json=json)
         try:
             view.refresh()
             view.check()
-            if options.once:
+            if once:
                 view.print()
-            elif is_live:
-                _live(view, interrupts, options.interval)
+            elif not json and is_terminal(sys.stdout):
+                _live(view, interrupts, interval)
             else:
-                _repeat(view, interrupts, options.interval)
+                _repeat(view, interrupts, interval)
         except KeyboardInterrupt:
             pass  # how the command is ended
     return 0
+
+
+register = register_command(top)
 
 
 def _repeat(view: View, interrupts: Interrupts, interval: float) -> None:
@@ -285,23 +271,31 @@ class View:
     """The last numbers, their order, and the last error."""
 
     def __init__(
-        self, ask: Callable[[], list[TopicJson]], options: argparse.Namespace, clock: Clock
+        self,
+        ask: Callable[[], list[TopicJson]],
+        selection: Selection,
+        broker: str,
+        clock: Clock,
+        *,
+        is_json: bool = False,
     ) -> None:
-        """`ask` returns the topics of the brokers."""
+        """`ask` returns the topics of the brokers; `broker` is the address that is shown."""
         self._ask = ask
-        self._options = options
+        self._selection = selection
+        self._broker = broker
+        self._is_json = is_json
         self._clock = clock
         self._loads: list[TopicLoad] | None = None
         self._measured_ms = 0
         self._error: IsterError | None = None
         self._printed = 0
-        self.sort: str = options.sort
-        self.is_reversed: bool = options.reverse
+        self.sort: str = selection.sort
+        self.is_reversed: bool = selection.is_reversed
 
     def refresh(self) -> None:
         """Requests the numbers again; keeps the last ones if no broker answers."""
         try:
-            self._loads = measure(self._ask(), by_partition=self._options.partitions)
+            self._loads = measure(self._ask(), by_partition=self._selection.by_partition)
         except UnavailableError as error:
             self._error = error
         else:
@@ -320,7 +314,7 @@ class View:
     @property
     def _ordered(self) -> list[TopicLoad]:
         loads = sort_loads(self._loads or (), self.sort, is_reversed=self.is_reversed)
-        return loads[: self._options.limit]
+        return loads[: self._selection.limit]
 
     def next_sort(self) -> None:
         """Sorts by the next column."""
@@ -330,11 +324,11 @@ class View:
 
     def print(self) -> None:
         """Prints a snapshot: plain text, or one JSON object."""
-        if self._options.json:
+        if self._is_json:
             loads = self._loads or ()
             content: JsonObject = {
                 "time": format_time(self._measured_ms),
-                "broker": broker_address(self._options),
+                "broker": self._broker,
                 "total": {"topics": len(loads), **_as_json(_total(loads))},
                 "topics": [
                     {"topic": one.topic, **_as_json(one), "state": one.state or "open"}
@@ -378,7 +372,7 @@ class View:
         loads = self._loads or ()
         total = _total(loads)
         topics = f"{len(loads):,} topic{'' if len(loads) == 1 else 's'}"
-        yield f"broker {broker_address(self._options)}  {topics}  {format_time(self._measured_ms)}"
+        yield f"broker {self._broker}  {topics}  {format_time(self._measured_ms)}"
         yield (
             f"in {_rate(total.messages_in)}/s ({_bytes_rate(total.bytes_in)})  "
             f"out {_rate(total.messages_out)}/s ({_bytes_rate(total.bytes_out)})  "

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 120.0
 def parsed(*arguments):
     """Settings as the command takes them from its arguments."""
     parser = argparse.ArgumentParser()
-    serve.register(parser.add_subparsers())
+    serve.COMMANDS["serve"](parser.add_subparsers())
     return serve.load_settings(parser.parse_args(["serve", *arguments]))
 
 

@@ -4,12 +4,9 @@ import json
 
 import pytest
 
-from ister.cli.main import make_parser
-from ister.cli.top import SORTS, View, measure, sort_loads
+from ister.cli.top import SORTS, Selection, View, measure, sort_loads
 from ister.errors import UnavailableError
 from tests.support.clock import ManualClock
-
-PARSER = make_parser()
 
 
 def subscription(name, lag, blocked_reason=None):
@@ -59,11 +56,11 @@ TOPIC           IN/S*   OUT/S    LAG   BLOCKED   NOT UPLOADED   BYTES IN   BYTES
 """
 
 
-def view(views, *arguments):
+def view(views, *, is_json=False, **selection):
     """A view of what `views` returns, or raises."""
-    options = PARSER.parse_args(["top", "--broker", "b:1", *arguments])
     clock = ManualClock(now_ms=1_769_860_800_000)
-    return View(views if callable(views) else lambda: views, options, clock), clock
+    ask = views if callable(views) else lambda: views
+    return View(ask, Selection(**selection), "b:1", clock, is_json=is_json), clock
 
 
 def test_partitions_are_added_up():
@@ -106,7 +103,7 @@ def test_a_snapshot():
 @pytest.mark.parametrize("width", [10, 20, 30, 40, 60, 80, 100, 200])
 def test_it_fits_a_narrow_terminal(width):
     for sort in SORTS:
-        one, _ = view(VIEWS, "--sort", sort)
+        one, _ = view(VIEWS, sort=sort)
         one.refresh()
         lines = one.lines(width=width, height=24)
         assert max(map(len, lines)) <= width, lines
@@ -127,7 +124,7 @@ def test_it_fits_a_low_terminal_and_says_what_is_left_out():
     lines = one.lines(width=80, height=20)
     assert len(lines) == 20
     assert lines[-1] == "… 85 more topics"
-    limited, _ = view([topic(f"/default/t{number:03}") for number in range(100)], "--limit", "3")
+    limited, _ = view([topic(f"/default/t{number:03}") for number in range(100)], limit=3)
     limited.refresh()
     assert len(limited.lines(width=80, height=20)) == 7
 
@@ -149,7 +146,7 @@ def test_a_dead_broker_is_said_and_the_last_numbers_stay(capsys):
             raise UnavailableError("no broker answers at b:1")
         return found
 
-    one, clock = view(ask, "--json")
+    one, clock = view(ask, is_json=True)
     one.refresh()
     clock.advance(90)
     one.refresh()
@@ -169,7 +166,7 @@ def test_a_dead_broker_is_said_and_the_last_numbers_stay(capsys):
 
 
 def test_json_of_a_snapshot(capsys):
-    one, _ = view(VIEWS, "--json", "--sort", "lag", "--limit", "1")
+    one, _ = view(VIEWS, is_json=True, sort="lag", limit=1)
     one.refresh()
     one.print()
     found = json.loads(capsys.readouterr().out)
