@@ -38,6 +38,7 @@ from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.topic.describe import SubscriptionView, TopicView, UploadLag, describe_descriptor
+from ister.topic.directories import list_directories
 from ister.topic.node import read_node_id
 from ister.topic.stores import open_metadata
 from ister.wal.directory import WalDirectory, format_log_name
@@ -375,13 +376,8 @@ def _read_files(directory: WalDirectory, state: WalState | None) -> list[LogFile
 
 def _first_offset(handle: File, seq: int, state: WalState | None) -> int | None:
     """The first offset of a file, from the checkpoint or its first frame."""
-    if state is not None:
-        checkpoint = state.checkpoint
-        for rotated in checkpoint.rotated_files:
-            if rotated.seq == seq:
-                return rotated.first_offset
-        if checkpoint.file_seq == seq and checkpoint.active_file_first_offset is not None:
-            return checkpoint.active_file_first_offset
+    if state is not None and (known := state.first_offsets().get(seq)) is not None:
+        return known
     frame = read_frame(handle.read_at, 0)
     return frame.offset if frame is not None else None
 
@@ -448,20 +444,10 @@ def _not_found(root: str | None, name: TopicName, catalogued: _Catalogued) -> No
 
 
 def _local_names(root: str | None) -> Iterable[str]:
-    if root is None:
-        return
-    for namespace in _directories(root):
-        for topic in _directories(f"{root}/{namespace}"):
-            # A dot marks directories that were set aside.
-            if "." not in topic:
-                yield f"/{namespace}/{topic}"
-
-
-def _directories(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return []
-    names = LocalFileSystem().list_directory(path)
-    return [name for name in names if os.path.isdir(f"{path}/{name}")]
+    if root is not None and os.path.isdir(root):
+        for name in list_directories(LocalFileSystem(), root):
+            if os.path.isdir(f"{root}{name}"):
+                yield str(name)
 
 
 def _bytes_from(files: Sequence[LogFile], offset: int) -> int:
