@@ -351,24 +351,18 @@ def _read_files(directory: WalDirectory, state: WalState | None) -> list[LogFile
     files: list[LogFile] = []
     seqs = directory.log_seqs()
     for seq in seqs:
-        try:
-            handle = directory.fs.open_read(directory.log_path(seq))
-        except NotFoundError:
-            continue  # trimmed since the directory was read
-        try:
+        # A file that is gone was trimmed since the directory was read.
+        with suppress(NotFoundError), directory.open_log(seq) as handle:
             first = _first_offset(handle, seq, state)
+            is_last = seq == seqs[-1]
             files.append(
                 LogFile(
                     name=format_log_name(seq),
                     first_offset=first,
-                    next_offset=_end_of(directory, handle, seq, first, state)
-                    if seq == seqs[-1]
-                    else None,
+                    next_offset=_end_of(directory, handle, seq, first, state) if is_last else None,
                     bytes=handle.size(),
                 )
             )
-        finally:
-            handle.close()
     for file, following in pairwise(files):
         file.next_offset = following.first_offset
     return files
