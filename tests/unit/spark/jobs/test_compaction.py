@@ -21,7 +21,7 @@ from ister.format.descriptor import encode_descriptor
 from ister.format.records import WriterRecord, encode_writer
 from ister.metadata.base import Delete, Put
 from ister.spark.jobs.compact_job import CompactSettings
-from ister.topic.dedup import SequencedTopic
+from ister.topic.dedup import SequencedTopic, sequenced_producer_id
 from tests.integration.spark_topics import (
     PUBLISHED_MS,
     expire_before,
@@ -142,10 +142,11 @@ def test_sequences_of_producers_outlive_compaction(stage):
         sent["q", 0] = send("q", 0)
         sent |= {("p", number): send("p", number) for number in (3, 4)}
         send("r", 0, epoch=1)
-        for _ in range(5):
-            # A row of a batch, whose ids are any numbers.
+        for number in range(5):
+            # A row of a batch, whose id is any number, also one like a producer's.
+            identity = sequenced_producer_id("other", 0) if number == 0 else (1 << 64) - 1
             row = pa.record_batch({"payload": [b"newer"], "routing_key": ["k"]})
-            topic.append_arrow(row, producer_id=(1 << 64) - 1)
+            topic.append_arrow(row, producer_id=identity)
         topic.upload()
         topic.append(b"other", routing_key="other")
         log.seal(A)
