@@ -282,6 +282,23 @@ def test_objects_that_share_offsets_are_left_alone(stage):
     assert [(d.start, d.end) for d in stage.descriptors()] == [(0, 41), (40, 80), (80, 160)]
 
 
+def test_topic_that_changes_hands_is_planned_again(stage):
+    rows = stage.fill(A, 4)
+
+    def take():
+        failpoints.disarm()
+        with stage.place.open() as log:
+            log.topic(A)
+
+    failpoints.arm("pipeline.before_commit", take)
+    report = stage.compact()
+    assert report.ok
+    assert topic_of(report)["skipped"] == 1
+    [merged] = stage.descriptors()
+    assert merged.epoch == 2
+    assert stage.rows() == rows
+
+
 def test_job_without_its_lease_changes_nothing(stage):
     stage.fill(A, 4)
     before = stage.descriptors()
@@ -349,6 +366,15 @@ def test_damaged_topic_fails_alone_and_stays_as_it_was(stage):
     assert (stage.ids(A), sorted(stage.stored(A))) == (ids, sorted(ids))
     assert len(stage.ids(B)) == 1
     assert stage.rows(B) == rows
+
+
+def test_topic_that_cannot_be_searched_for_its_keys_stays_as_it_was(stage):
+    stage.fill(A, 4)
+    ids = stage.ids(A)
+    flip_byte(stage.path(ids[2]), 100)
+    report = stage.compact(format="parquet", keep="latest-per-key")
+    assert [(e["code"], e["topic"]) for e in report.errors] == [(CorruptDataError.code, A)]
+    assert (stage.ids(A), stage.stored(A)) == (ids, sorted(ids))
 
 
 def test_commit_whose_outcome_is_unknown_leaves_the_merged_object(stage, monkeypatch):
