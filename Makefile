@@ -62,7 +62,8 @@ types: $(STAMP) ## mypy, strict, over src, benchmarks and demo
 ready: lint types compiled $(firstword $(SPARKS))
 
 compiled: $(STAMP)
-	$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > /dev/null
+	@$(BIN)/python -m pytest --collect-only --quiet --quiet -m "not nightly" > $(VENV)/.collected \
+	    || { grep -A 20 = $(VENV)/.collected; exit 1; }
 
 test: $(STAMP) ## lint, types and the tests that everybody runs, in about nine minutes on two cores, once installed
 	$(MAKE) --jobs 3 --output-sync=target ready

@@ -76,7 +76,7 @@ REFUSALS: Final = (
     CorruptDataError,
     OffsetOutOfRangeError,
 )
-_CHOICES: Final = ("different messages", "files without a checkpoint")
+_CHOICES: Final = ("different messages", "files without a checkpoint", "a later topic")
 """What an accepted topic is refused for: an operator has to choose between its copies."""
 _ROOT: Final = "/danube"
 _FILES: Final = "/data/wal"

@@ -313,10 +313,18 @@ def _refuse_forked(
 ) -> None:
     """Refuses local files that contradict the lineage of the record.
 
-    They were written under an epoch that was another node's; or they name an upload that the next
-    owner would have continued after, had it known of it; or they go on where a seal or an idle mark
-    told the next owner that they end.
+    They are of a topic that was made later; or were written under an epoch that was another node's;
+    or name an upload that the next owner would have continued after, had it known of it; or go on
+    where a seal or an idle mark told the next owner that they end.
     """
+    if _is_foreign(known, local) and known.born and term.epoch >= known.born:
+        raise StoresDifferError(
+            f"the local files belong to a later topic of this name: their epoch is {term.epoch}, "
+            f"and this topic was made under epoch {known.born}; the metadata store was rolled back "
+            "to an older state",
+            topic=str(topic),
+            hint="move the topic's directory away, and publish the messages again that only it has",
+        )
     if local.incarnation != known.incarnation or not known.lineage:
         return
     later = next((entry for entry in known.lineage if entry.epoch > term.epoch), None)

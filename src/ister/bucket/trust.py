@@ -39,6 +39,7 @@ TRUST_PREFIX: Final = "storage/metadata/"
 _SEEN: Final = ".json"
 _OLDER: Final = ".older.json"
 _SECONDS: Final = 60.0
+_RECENT_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +70,7 @@ class Trust:
         self._seen = Seen()
         # Replaced as a whole, so that it can be read without the lock.
         self._fallen: Seen | None = None
-        self.is_compared = False
-        """Whether the stores have answered once since this process started."""
+        self._compared_at = -float("inf")
 
     @property
     def is_distrusted(self) -> bool:
@@ -96,6 +96,11 @@ class Trust:
         with self._lock:
             self._check()
             return self.is_distrusted
+
+    def check_recently(self) -> None:
+        """Compares the revision as `check` does, unless that was done within the last second."""
+        if self._clock.monotonic() - self._compared_at >= _RECENT_SECONDS:
+            self.check()
 
     def follow(self) -> bool:
         """Like `check`, but at most once a minute, and logs errors instead of raising them."""
@@ -136,7 +141,7 @@ class Trust:
             self._distrust(fallen)
         elif revision < stored.revision:
             self._distrust(replace(stored, fallen_to=revision))
-        self.is_compared = True
+        self._compared_at = self._clock.monotonic()
         if self._fallen is not None:
             if not is_told:
                 self._save(self._fallen, _OLDER)

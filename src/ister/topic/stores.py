@@ -353,8 +353,8 @@ class Stores:
             # not answer, the terms are compared before the first upload: see `begin_term`.
             terms = self._try_to_ask(lambda: newest_terms(self.objects, name))
         else:
-            if not self.trust.is_compared:
-                self.trust.check()
+            # Seals and idle marks are about to prove something.
+            self.trust.check_recently()
             if not is_new:
                 terms = newest_terms(self.objects, name)
         if new is not None and known is None and not is_new:

@@ -1,13 +1,10 @@
 """`ister up`: the broker alone, where there can be no pipeline; it says why in one line."""
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
-
-from ister.cli import serve, up
 
 ANY_PORTS = ("--port=0", "--flight-port=0", "--http-port=0")
 WITHOUT = {
@@ -57,16 +54,6 @@ def test_json_says_that_there_is_no_pipeline(tmp_path):
     states = [event["state"] for line in log.splitlines() if "state" in (event := json.loads(line))]
     assert len(states) == 1
     assert "Java not found" in states[0]
-
-
-def test_it_takes_what_serve_takes():
-    def options(module, name):
-        parser = argparse.ArgumentParser()
-        module.register(parser.add_subparsers())
-        return vars(parser.parse_args([name, "--port=1", "--json", "--log-level=DEBUG"]))
-
-    assert options(serve, "serve").keys() - options(up, "up").keys() == {"pipeline"}
-    assert options(up, "up").keys() <= options(serve, "serve").keys()
 
 
 def test_pipeline_that_is_required_is_refused_with_what_is_missing(tmp_path):

@@ -339,6 +339,46 @@ def test_files_behind_an_idle_mark_that_was_put_back_are_refused(site):
     assert refused.offset == 5
 
 
+def test_idle_mark_that_was_put_back_under_running_processes_proves_nothing(site):
+    """The bucket knows a higher revision than the process that is about to believe the mark."""
+    other = site.open("b")
+    log = site.open()
+    topic = made(log)
+    send(topic, 5, "before the mark")
+    topic.upload()
+    site.clock.advance(TTL_SECONDS)
+    log.stores.membership.renew()
+    assert topic.bucket.uploads.idle_mark.set()
+    backup = MetadataBackup.of(site.metadata)
+    topic.bucket.uploads.idle_mark.clear()
+    send(topic, 5, "behind it")
+    for _ in range(20):
+        site.metadata.put("/others", b"")
+    log.stores.trust.check()
+    backup.put_back(site.metadata)
+    end(site, log)
+    other.stores.membership.renew()
+    with pytest.raises(WaitsForDiskError):
+        made(other)
+
+
+def test_files_of_a_later_topic_are_refused_after_older_metadata_made_the_topic_before(site):
+    log = site.open()
+    send(made(log, ack="tiered"), 3, "deleted")
+    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
+    log.delete(TEXT)
+    send(made(log, ack="tiered"), 3, "later")
+    end(site, log)
+    metadata.put_back(site.metadata, bump=1000)
+    bucket.put_back(site.objects)
+    site.clock.advance(TTL_SECONDS + 1)
+    for _ in range(2):
+        other = site.open("b")
+        made(other)
+        end(site, other)
+    assert isinstance(go_on(site.open()), StoresDifferError)
+
+
 def test_record_that_files_replace_names_the_term_that_they_are_from(site):
     """A copy of the disk that has only the topic's directory is then told from these files."""
     log = site.open()
