@@ -16,9 +16,9 @@ import pytest
 import ister
 from ister.base.clock import SystemClock
 from ister.errors import (
+    ConflictError,
     CorruptDataError,
     IsterError,
-    NotFoundError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -587,15 +587,11 @@ def test_wrong_bucket_is_told_by_name_and_messages_stay(place):
     place.open()
     place.send(2)
     place.close()
-    topic = place.open(bucket="nosuchbucket")
-    place.send(2)
-    with pytest.raises(NotFoundError) as caught:
-        topic.upload()
+    with pytest.raises(ConflictError) as caught:
+        place.open(bucket="nosuchbucket")
     assert "nosuchbucket" in str(caught.value)
-    assert "bucket" in (caught.value.hint or "")
-    verify_topic(place.history, topic)
-    place.close()
-    place.open()
+    assert "config bucket" in (caught.value.hint or "")
+    verify_topic(place.history, place.open())
     place.settle()
 
 

@@ -327,7 +327,7 @@ class Restores:
             n: one
             for n, one in owed.acked.items()
             if not self._is_within_term(one, record)
-            and (n in here or (not is_cut_off and self._is_known(name, one, record, here, own)))
+            and (n in disk or (not is_cut_off and self._is_known(name, one, record, here, own)))
         }
         # Opened while the bucket did not answer, which is compared before the first upload.
         is_unread = topic.bucket.owned.unread is not None
@@ -458,9 +458,12 @@ class Restores:
             and self._revision_seen - _CHANGES_BEFORE <= source.revision
         )
 
-    def _went_on_instead(self, found: bytes, acked: Acked) -> bool:
-        """Whether an owner that was cut off has committed a message at the offset of another's."""
-        return self._sent.get(found) in self._went_on and acked.claim not in self._went_on
+    def _went_on_instead(
+        self, found: bytes | IsterError, acked: Acked, record: TopicRecord
+    ) -> bool:
+        """Whether an owner that was cut off goes on at the offset of another node's message."""
+        claim = self._sent.get(found) if isinstance(found, bytes) else record.claim
+        return claim in self._went_on and acked.claim not in self._went_on
 
     def _find_revision_seen(self) -> int:
         """The highest revision that the bucket has a witness of; 0 if the store is a new one."""
@@ -480,7 +483,7 @@ class Restores:
             found = by_offset[acked.offset]
             if found == acked.payload:
                 continue
-            if isinstance(found, bytes) and self._went_on_instead(found, acked):
+            if self._went_on_instead(found, acked, topic.bucket.owned.record):
                 continue
             is_said = isinstance(found, IsterError) and not isinstance(found, OffsetOutOfRangeError)
             if is_said and not is_strict:
@@ -615,6 +618,8 @@ class Restores:
         self._end(machine)
         self._emptied.clear()
         backup.disks[id(machine)].put_back(machine.fs)
+        for name in self._names:
+            self._note_unmarked(machine, name)
 
     def put_back_topic(self, backup: Backup) -> None:
         """A topic's directory is replaced by an older copy."""
@@ -635,8 +640,13 @@ class Restores:
             if not is_whole and "wal.ckpt" not in names:
                 self._mixed.add(name)
             disk.put_back(machine.fs, path, None if is_whole else names)
-            if WalDirectory(machine.fs, path).load_state() is None:
-                self._mixed.add(name)  # nothing says which term these files are from
+            self._note_unmarked(machine, name)
+
+    def _note_unmarked(self, machine: Machine, name: str) -> None:
+        """Remembers files that nothing says the term of: they have no readable checkpoint."""
+        path = f"{_FILES}{name}"
+        if machine.fs.exists(path) and WalDirectory(machine.fs, path).load_state() is None:
+            self._mixed.add(name)
 
     def remove_files(self, backup: Backup) -> None:
         """Files of a topic are removed, by a pattern that somebody types."""

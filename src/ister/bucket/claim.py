@@ -72,6 +72,8 @@ class NewTopic:
     """The incarnation of local files whose record was lost; empty for a new one."""
     epoch: int = 0
     """The epoch of those local files; the claim gets a higher one."""
+    end: int | None = None
+    """Where those local files end."""
 
 
 class Head(NamedTuple):
@@ -520,6 +522,9 @@ class _Claimant:
                 created_at=self.clock.now_ns() // 1_000_000_000,
                 lineage=(Lineage(epoch=first, start=0, node=node),),
                 born=first,
+                # The bucket may have lost what they have: other nodes wait until it has it again.
+                acked_end=new.end if new.ack is AckLevel.TIERED else None,
+                acked_epoch=epoch if new.ack is AckLevel.TIERED and new.end is not None else 0,
             )
         epoch = known.epoch + 1
         claimed = replace(known, epoch=epoch, claim=claim, acked_end=None, acked_epoch=0)

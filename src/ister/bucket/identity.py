@@ -237,9 +237,14 @@ class BucketIdentity:
             with suppress(NotFoundError, CorruptDataError):
                 self._objects.stat(key)
                 return
-        is_elsewhere = recorded is not None and (
-            recorded.location not in ("", self.location)
-            or (recorded.is_put and bool(read_members(self._metadata, self._root_prefix)))
+        # An id that was never in a bucket says nothing: its location may have been mistyped.
+        is_elsewhere = (
+            recorded is not None
+            and recorded.is_put
+            and (
+                recorded.location not in ("", self.location)
+                or bool(read_members(self._metadata, self._root_prefix))
+            )
         )
         if named or is_elsewhere:
             expected = f"expects the bucket {_describe(recorded)}" if recorded else "names objects"

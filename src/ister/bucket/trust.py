@@ -39,7 +39,6 @@ TRUST_PREFIX: Final = "storage/metadata/"
 _SEEN: Final = ".json"
 _OLDER: Final = ".older.json"
 _SECONDS: Final = 60.0
-_RECENT_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +96,9 @@ class Trust:
             self._check()
             return self.is_distrusted
 
-    def check_recently(self) -> None:
-        """Compares the revision as `check` does, unless that was done within the last second."""
-        if self._clock.monotonic() - self._compared_at >= _RECENT_SECONDS:
+    def check_recently(self, seconds: float) -> None:
+        """Compares the revision as `check` does, unless that was done within the last `seconds`."""
+        if self._clock.monotonic() - self._compared_at >= seconds:
             self.check()
 
     def follow(self) -> bool:

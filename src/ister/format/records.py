@@ -246,7 +246,13 @@ def encode_topic(record: TopicRecord) -> bytes:
     values = _values(record)
     if not record.born:
         del values["born"]
+    values["lineage"] = [_lineage_values(entry) for entry in record.lineage]
     return _dump(values)
+
+
+def _lineage_values(entry: Lineage) -> dict[str, object]:
+    values: dict[str, object] = {"epoch": entry.epoch, "start": entry.start, "node": entry.node}
+    return values | {"is_proven": True} if entry.is_proven else values
 
 
 def decode_topic(data: bytes, *, key: str) -> TopicRecord:

@@ -246,6 +246,7 @@ class TopicOpener:
                 codec=state.codec if state is not None else codec or self._storage.codec,
                 incarnation=local.incarnation if state is not None else "",
                 epoch=local.term.epoch if local.term is not None else 0,
+                end=local.end() if state is not None else None,
             )
         seen = stores.check_claim(name, view, new=new, local=local, take_over=take_over)
         if stores.is_diskless:

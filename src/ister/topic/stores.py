@@ -98,6 +98,8 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("ister.topic.stores")
 
+_RECENT_SECONDS: Final = 1.0
+
 # How long a start, and the opening of a topic that does not need the bucket, wait for it.
 _PATIENCE_SECONDS: Final = 5.0
 _ASK_AGAIN_SECONDS: Final = 30.0
@@ -353,8 +355,9 @@ class Stores:
             # not answer, the terms are compared before the first upload: see `begin_term`.
             terms = self._try_to_ask(lambda: newest_terms(self.objects, name))
         else:
-            # Seals and idle marks are about to prove something.
-            self.trust.check_recently()
+            if not is_mine:
+                # Its seal or idle mark, or that there is no record, is about to prove something.
+                self.trust.check_recently(_RECENT_SECONDS if known is not None else float("inf"))
             if not is_new:
                 terms = newest_terms(self.objects, name)
         if new is not None and known is None and not is_new:
