@@ -1,0 +1,121 @@
+"""The door itself: its port, its number in the cluster, and which handler serves which API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from kio.schema.errors import ErrorCode
+
+from ister.base.clock import Clock
+from ister.broker.counters import Calls
+from ister.broker.kafka.fetch import Fetching
+from ister.broker.kafka.produce import ProducerIds, Producing
+from ister.broker.kafka.protocol import VERSIONS, ApiKey, Entity, Request
+from ister.broker.kafka.server import Connection, Handler, KafkaPort, bind
+from ister.broker.kafka.topics import KafkaTopics, allot_number
+from ister.broker.security.guard import Guard
+from ister.broker.security.tls import ServerTls
+from ister.broker.topics.topics import Topics
+from ister.config import BrokerConfig, StorageConfig
+from ister.metadata.base import MetadataStore
+
+
+class KafkaDoor:
+    """See the package. Made by `bind`; belongs to the broker's loop."""
+
+    def __init__(self, port: KafkaPort) -> None:
+        self.port = port
+        self.number = -1
+        """This broker's number for Kafka's clients."""
+        self._root = ""
+
+    @classmethod
+    def bind(cls, config: BrokerConfig, port: int) -> Self:
+        """A door with a port.
+
+        Raises:
+            OSError: The port is taken.
+        """
+        return cls(KafkaPort(config.kafka, bind(config.host, port)))
+
+    def take_number(self, metadata: MetadataStore, node: str, storage: StorageConfig) -> None:
+        """Takes the number of a broker, which stays the same. Blocks.
+
+        Raises:
+            UnavailableError: The metadata store does not answer.
+        """
+        self._root = f"{storage.metadata.root_prefix}/broker/kafka"
+        self.number = allot_number(metadata, f"{self._root}/nodes", node)
+
+    def url(self, host: str, advertised: str | None) -> str:
+        """Where clients connect to, as host:port."""
+        return advertised or f"{host}:{self.port.number}"
+
+    async def start(
+        self,
+        topics: Topics,
+        guard: Guard,
+        metadata: MetadataStore,
+        *,
+        clock: Clock,
+        calls: Calls,
+        tls: ServerTls | None,
+    ) -> None:
+        """Begins to serve clients."""
+        names = KafkaTopics(topics, guard)
+        ids = ProducerIds(metadata, f"{self._root}/producers")
+        producing, fetching = Producing(names, guard, ids), Fetching(names)
+
+        def plain(serve: Callable[[Request], Awaitable[Entity]]) -> Handler:
+            async def handler(_: Connection, request: Request) -> Entity:
+                return await serve(request)
+
+            return handler
+
+        async def handshake(connection: Connection, request: Request) -> Entity:
+            return connection.login.handshake(request)
+
+        async def authenticate(connection: Connection, request: Request) -> Entity:
+            return await connection.login.authenticate(request)
+
+        async def fetch(connection: Connection, request: Request) -> Entity:
+            return await fetching.fetch(request, connection.readers)
+
+        handlers: dict[ApiKey, Handler] = {
+            ApiKey.API_VERSIONS: self._versions,
+            ApiKey.SASL_HANDSHAKE: handshake,
+            ApiKey.SASL_AUTHENTICATE: authenticate,
+            ApiKey.METADATA: plain(names.metadata),
+            ApiKey.PRODUCE: plain(producing.produce),
+            ApiKey.INIT_PRODUCER_ID: plain(producing.init_producer),
+            ApiKey.FETCH: fetch,
+            ApiKey.LIST_OFFSETS: plain(fetching.list_offsets),
+        }
+        await self.port.start(handlers, guard=guard, clock=clock, calls=calls, tls=tls)
+
+    async def _versions(self, _: Connection, request: Request) -> Entity:
+        """Answers ApiVersions: what is served."""
+        code = ErrorCode.none if request.is_readable else ErrorCode.unsupported_version
+        offered = sorted(VERSIONS.keys() & self.port.handlers.keys())
+        return request.make(
+            "ApiVersionsResponse",
+            error_code=code,
+            api_keys=tuple(
+                request.make(
+                    "ApiVersion",
+                    api_key=key.value,
+                    min_version=VERSIONS[key][0],
+                    max_version=VERSIONS[key][1],
+                )
+                for key in offered
+            ),
+        )
+
+    async def close(self, seconds: float) -> None:
+        """Ends all connections; requests that wait for the disk are answered, if in time."""
+        await self.port.close(max(0.0, seconds))
+
+    def unbind(self) -> None:
+        """Gives the port back."""
+        self.port.unbind()
