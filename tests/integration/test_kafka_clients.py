@@ -33,6 +33,10 @@ RECORDS = [
     ("schlüssel".encode(), b"x" * 5000, [("größe", b"ein Wert")]),
     (b"k", b"forged", [("kafka.null-value", b"1"), ("kafka.key", b"AA==")]),
 ]
+# kafka-python refuses to send headers without a value.
+SENDABLE = [
+    (key, value, [one for one in headers if one[1] is not None]) for key, value, headers in RECORDS
+]
 TIME_MS = 1_760_745_600_123
 
 
@@ -173,7 +177,7 @@ CONSUMERS = {
 @pytest.mark.parametrize("client", PRODUCERS)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_records_come_out_as_they_went_in(broker, topic, client, compression):
-    sent = RECORDS * 3
+    sent = (SENDABLE if client == "kafka-python" else RECORDS) * 3
     assert PRODUCERS[client](broker.kafka, topic, sent, compression) == list(range(len(sent)))
     wanted = [(*one, TIME_MS) for one in sent]
     readers = CONSUMERS if compression == "none" else ("confluent",)

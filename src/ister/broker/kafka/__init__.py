@@ -18,8 +18,8 @@ Like Flight's door, it calls what all doors call: the guard, admission, the topi
 
 from __future__ import annotations
 
-import importlib
 import logging
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from ister.base.extras import missing_extra
@@ -49,7 +49,7 @@ def bind_door(config: BrokerConfig) -> KafkaDoor | None:
         return None
     port = config.ports.kafka
     try:
-        door = importlib.import_module("ister.broker.kafka.door")
+        door = import_module("ister.broker.kafka.door")
     except ImportError as error:
         missing = missing_extra("serving Kafka's clients", "kafka", error)
         if port is not None:
@@ -69,5 +69,5 @@ def bind_door(config: BrokerConfig) -> KafkaDoor | None:
 
 def __getattr__(name: str) -> object:
     if name == "KafkaDoor":
-        return importlib.import_module("ister.broker.kafka.door").KafkaDoor
+        return import_module("ister.broker.kafka.door").KafkaDoor
     raise AttributeError(name)

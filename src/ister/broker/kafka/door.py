@@ -9,6 +9,7 @@ from kio.schema.errors import ErrorCode
 
 from ister.base.clock import Clock
 from ister.broker.counters import Calls
+from ister.broker.kafka.coordinator import Coordinator
 from ister.broker.kafka.fetch import Fetching
 from ister.broker.kafka.produce import ProducerIds, Producing
 from ister.broker.kafka.protocol import VERSIONS, ApiKey, Entity, Request
@@ -28,7 +29,8 @@ class KafkaDoor:
         self.port = port
         self.number = -1
         """This broker's number for Kafka's clients."""
-        self._root = ""
+        self._root = self._root_prefix = ""
+        self._groups: Coordinator | None = None
 
     @classmethod
     def bind(cls, config: BrokerConfig, port: int) -> Self:
@@ -45,7 +47,8 @@ class KafkaDoor:
         Raises:
             UnavailableError: The metadata store does not answer.
         """
-        self._root = f"{storage.metadata.root_prefix}/broker/kafka"
+        self._root_prefix = storage.metadata.root_prefix
+        self._root = f"{self._root_prefix}/broker/kafka"
         self.number = allot_number(metadata, f"{self._root}/nodes", node)
 
     def url(self, host: str, advertised: str | None) -> str:
@@ -67,6 +70,11 @@ class KafkaDoor:
         ids = ProducerIds(metadata, f"{self._root}/producers")
         producing, fetching = Producing(names, guard, ids), Fetching(names)
 
+        groups = self._groups = Coordinator(
+            names, guard, metadata, topics.store, root_prefix=self._root_prefix
+        )
+        groups.start()
+
         def plain(serve: Callable[[Request], Awaitable[Entity]]) -> Handler:
             async def handler(_: Connection, request: Request) -> Entity:
                 return await serve(request)
@@ -82,6 +90,9 @@ class KafkaDoor:
         async def fetch(connection: Connection, request: Request) -> Entity:
             return await fetching.fetch(request, connection.readers)
 
+        async def join(connection: Connection, request: Request) -> Entity:
+            return await groups.join(request, connection.host)
+
         handlers: dict[ApiKey, Handler] = {
             ApiKey.API_VERSIONS: self._versions,
             ApiKey.SASL_HANDSHAKE: handshake,
@@ -91,6 +102,17 @@ class KafkaDoor:
             ApiKey.INIT_PRODUCER_ID: plain(producing.init_producer),
             ApiKey.FETCH: fetch,
             ApiKey.LIST_OFFSETS: plain(fetching.list_offsets),
+            ApiKey.FIND_COORDINATOR: plain(groups.find),
+            ApiKey.JOIN_GROUP: join,
+            ApiKey.SYNC_GROUP: plain(groups.sync),
+            ApiKey.HEARTBEAT: plain(groups.heartbeat),
+            ApiKey.LEAVE_GROUP: plain(groups.leave),
+            ApiKey.OFFSET_COMMIT: plain(groups.commit),
+            ApiKey.OFFSET_FETCH: plain(groups.fetch),
+            ApiKey.OFFSET_DELETE: plain(groups.delete_offsets),
+            ApiKey.LIST_GROUPS: plain(groups.list),
+            ApiKey.DESCRIBE_GROUPS: plain(groups.describe),
+            ApiKey.DELETE_GROUPS: plain(groups.delete),
         }
         await self.port.start(handlers, guard=guard, clock=clock, calls=calls, tls=tls)
 
@@ -114,6 +136,8 @@ class KafkaDoor:
 
     async def close(self, seconds: float) -> None:
         """Ends all connections; requests that wait for the disk are answered, if in time."""
+        if self._groups is not None:
+            await self._groups.close()
         await self.port.close(max(0.0, seconds))
 
     def unbind(self) -> None:

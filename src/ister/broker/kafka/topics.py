@@ -181,7 +181,7 @@ class KafkaTopics:
         """The id of a topic with these partitions."""
         if not partitions:
             return NO_ID
-        incarnation = await self._incarnation(partitions[min(partitions)])
+        incarnation = await self.incarnation(partitions[min(partitions)])
         found = uuid.uuid5(_IDS, f"{path} {incarnation}")
         names = self._known.names
         if len(names) >= _KNOWN_MAX:
@@ -189,7 +189,8 @@ class KafkaTopics:
         names[found] = path
         return found
 
-    async def _incarnation(self, name: str) -> str:
+    async def incarnation(self, name: str) -> str:
+        """The incarnation of a partition, wherever it is."""
         served = self.topics.find_open(name)
         if served is not None:
             return served.incarnation

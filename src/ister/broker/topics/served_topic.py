@@ -167,7 +167,7 @@ class ServedTopic:
     def _active_floor(self, *, include_inactive: bool) -> int:
         """The lowest cursor of the active subscriptions. May be called by any thread."""
         grace = self._context.retention_grace_seconds
-        return min(
+        own = min(
             (
                 found.delivery.cursor
                 for found in list(self.subscriptions.values())
@@ -175,6 +175,24 @@ class ServedTopic:
             ),
             default=NO_FLOOR,
         )
+        return min(own, self._group_floor(grace, include_inactive=include_inactive))
+
+    def _group_floor(self, grace: float, *, include_inactive: bool) -> int:
+        """The lowest cursor of Kafka's consumer groups, whose coordinator may be anywhere."""
+        context = self._context
+        try:
+            found = context.store.group_cursors(self.parsed, self.incarnation)
+        except IsterError as error:
+            _log.warning(
+                "the cursors of Kafka's groups cannot be read; everything is kept meanwhile",
+                extra={"topic": self.name, "error": str(error)},
+            )
+            return 0
+        active_ms = context.clock.now_ns() // 1_000_000 - int(grace * 1000)
+        cursors = [
+            one.cursor for one in found.values() if include_inactive or one.timestamp >= active_ms
+        ]
+        return min(cursors, default=NO_FLOOR)
 
     # -- what it is -------------------------------------------------------------------------
 
