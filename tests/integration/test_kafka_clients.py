@@ -291,3 +291,201 @@ def test_metadata_names_topics_and_ids(broker, topic):
     assert (found.brokers[leader].host, found.brokers[leader].port) == (host, int(port))
     described = admin.describe_topics(confluent_kafka.TopicCollection([topic]))[topic].result()
     assert str(described.topic_id) != "AAAAAAAAAAAAAAAAAAAAAA"
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+def group_of_confluent(address, topic, group, count, instance=None):
+    consumer = confluent_kafka.Consumer(
+        {
+            "bootstrap.servers": address,
+            "group.id": group,
+            "auto.offset.reset": "earliest",
+            "enable.auto.commit": False,
+            "session.timeout.ms": 6000,
+            **({} if instance is None else {"group.instance.id": instance}),
+        }
+    )
+    consumer.subscribe([topic])
+    found = []
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while len(found) < count and time.monotonic() < end_at:
+        for one in consumer.consume(count - len(found), timeout=0.5):
+            assert one.error() is None
+            found.append(one.value())
+    consumer.commit(asynchronous=False)
+    consumer.close()
+    return found
+
+
+def group_of_aiokafka(address, topic, group, count):
+    async def read():
+        async with aiokafka.AIOKafkaConsumer(
+            topic,
+            bootstrap_servers=address,
+            group_id=group,
+            auto_offset_reset="earliest",
+            enable_auto_commit=False,
+        ) as consumer:
+            found = []
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while len(found) < count:
+                    records = await consumer.getmany(timeout_ms=500, max_records=count - len(found))
+                    found += [one.value for lot in records.values() for one in lot]
+            await consumer.commit()
+            return found
+
+    return asyncio.run(read())
+
+
+def group_of_kafka_python(address, topic, group, count):
+    consumer = kafka.KafkaConsumer(
+        topic,
+        bootstrap_servers=address,
+        group_id=group,
+        auto_offset_reset="earliest",
+        enable_auto_commit=False,
+    )
+    found = []
+    end_at = time.monotonic() + PATIENCE_SECONDS
+    while len(found) < count and time.monotonic() < end_at:
+        for lot in consumer.poll(500, max_records=count - len(found)).values():
+            found += [one.value for one in lot]
+    consumer.commit()
+    consumer.close()
+    return found
+
+
+GROUPS = {
+    "confluent": group_of_confluent,
+    "aiokafka": group_of_aiokafka,
+    "kafka-python": group_of_kafka_python,
+}
+
+
+def test_a_group_goes_on_where_it_has_committed_whatever_its_client(broker, topic):
+    sent = [str(number).encode() for number in range(90)]
+    produce_confluent(broker.kafka, topic, [(None, value, []) for value in sent], "none")
+    found = []
+    for client in ("confluent", "aiokafka", "kafka-python"):
+        found += GROUPS[client](broker.kafka, topic, f"group-{topic}", 30)
+    assert found == sent
+
+
+def test_what_was_committed_survives_the_death_of_the_broker(tmp_path, topic):
+    with BrokerProcess(tmp_path) as own:
+        sent = [str(number).encode() for number in range(60)]
+        produce_confluent(own.kafka, topic, [(None, value, []) for value in sent], "none")
+        found = group_of_confluent(own.kafka, topic, "g", 30)
+        own.crash()
+        found += group_of_confluent(own.kafka, topic, "g", 30)
+        assert found == sent
+        assert "Traceback" not in own.log
+
+
+def test_members_share_partitions_and_take_over_those_of_others(broker, topic):
+    admin = confluent_kafka.admin.AdminClient({"bootstrap.servers": broker.kafka})
+    admin.create_topics([confluent_kafka.admin.NewTopic(topic, 6)])[topic].result()
+    settings = {
+        "bootstrap.servers": broker.kafka,
+        "group.id": f"group-{topic}",
+        "auto.offset.reset": "earliest",
+        "partition.assignment.strategy": "cooperative-sticky",
+        "session.timeout.ms": 6000,
+    }
+    members = [confluent_kafka.Consumer(settings) for _ in range(3)]
+    for member in members:
+        member.subscribe([topic])
+
+    def shares(among):
+        for member in members:
+            member.poll(0.1)
+        return sorted(len(one.assignment()) for one in among)
+
+    def wait_for(wanted, among):
+        end_at = time.monotonic() + PATIENCE_SECONDS
+        while shares(among) != wanted:
+            assert time.monotonic() < end_at, shares(among)
+
+    wait_for([2, 2, 2], members)
+    described = admin.describe_consumer_groups([f"group-{topic}"])[f"group-{topic}"].result()
+    assert described.state.name == "STABLE"
+    assert len(described.members) == 3
+    members.pop().close()
+    wait_for([3, 3], members)
+    with pytest.raises(confluent_kafka.KafkaException) as refused:
+        admin.delete_consumer_groups([f"group-{topic}"])[f"group-{topic}"].result()
+    assert refused.value.args[0].code() == confluent_kafka.KafkaError.NON_EMPTY_GROUP
+    while members:
+        members.pop().close()
+    admin.delete_consumer_groups([f"group-{topic}"])[f"group-{topic}"].result()
+    listed = admin.list_consumer_groups().result()
+    assert f"group-{topic}" not in {one.group_id for one in listed.valid}
+
+
+def test_a_static_member_that_is_started_again_keeps_its_partitions(broker, topic):
+    produce_confluent(broker.kafka, topic, [(None, b"1", []), (None, b"2", [])], "none")
+    group = f"group-{topic}"
+    assert group_of_confluent(broker.kafka, topic, group, 1, instance="one") == [b"1"]
+    admin = confluent_kafka.admin.AdminClient({"bootstrap.servers": broker.kafka})
+    [member] = admin.describe_consumer_groups([group])[group].result().members
+    assert member.group_instance_id == "one"
+    assert group_of_confluent(broker.kafka, topic, group, 1, instance="one") == [b"2"]
+    # The session of a static member lasts: the group is still the same.
+    [again] = admin.describe_consumer_groups([group])[group].result().members
+    assert again.group_instance_id == "one"
+    assert again.member_id != member.member_id
+
+
+# -- administration -------------------------------------------------------------------------------
+
+
+def test_topics_are_made_grown_described_and_deleted(broker, topic):
+    admin = confluent_kafka.admin.AdminClient({"bootstrap.servers": broker.kafka})
+    new = confluent_kafka.admin.NewTopic(topic, 2, config={"max.message.bytes": "1000"})
+    admin.create_topics([new])[topic].result()
+    with pytest.raises(confluent_kafka.KafkaException) as refused:
+        admin.create_topics([new])[topic].result()
+    assert refused.value.args[0].code() == confluent_kafka.KafkaError.TOPIC_ALREADY_EXISTS
+    assert len(admin.list_topics(topic, timeout=30).topics[topic].partitions) == 2
+    admin.create_partitions([confluent_kafka.admin.NewPartitions(topic, 3)])[topic].result()
+    assert len(admin.list_topics(topic, timeout=30).topics[topic].partitions) == 3
+
+    resource = confluent_kafka.admin.ConfigResource("topic", topic)
+    configs = admin.describe_configs([resource])[resource].result()
+    assert configs["max.message.bytes"].value == "1000"
+    assert configs["cleanup.policy"].value == "delete"
+    resource.add_incremental_config(
+        confluent_kafka.admin.ConfigEntry(
+            "max.message.bytes",
+            "2000",
+            incremental_operation=confluent_kafka.admin.AlterConfigOpType.SET,
+        )
+    )
+    admin.incremental_alter_configs([resource])[resource].result()
+    configs = admin.describe_configs([resource])[resource].result()
+    assert configs["max.message.bytes"].value == "2000"
+
+    compacted = confluent_kafka.admin.NewTopic(
+        f"{topic}-c", 1, config={"cleanup.policy": "compact"}
+    )
+    with pytest.raises(confluent_kafka.KafkaException) as refused:
+        admin.create_topics([compacted])[f"{topic}-c"].result()
+    assert refused.value.args[0].code() == confluent_kafka.KafkaError.INVALID_CONFIG
+    assert len(admin.describe_cluster().result().nodes) == 1
+
+    old = admin.describe_topics(confluent_kafka.TopicCollection([topic]))[topic].result().topic_id
+    admin.delete_topics([topic])[topic].result()
+    assert topic not in admin.list_topics(timeout=30).topics
+    admin.create_topics([confluent_kafka.admin.NewTopic(topic, 1)])[topic].result()
+    new = admin.describe_topics(confluent_kafka.TopicCollection([topic]))[topic].result().topic_id
+    assert str(old) != str(new)
+
+
+@pytest.mark.parametrize("name", ["with.dot", "t-part-0", "x" * 121, "a/b/c"])
+def test_names_that_no_topic_can_have_are_refused(broker, name):
+    admin = confluent_kafka.admin.AdminClient({"bootstrap.servers": broker.kafka})
+    with pytest.raises(confluent_kafka.KafkaException) as refused:
+        admin.create_topics([confluent_kafka.admin.NewTopic(name, 1)])[name].result()
+    assert refused.value.args[0].code() == confluent_kafka.KafkaError.TOPIC_EXCEPTION

@@ -229,6 +229,9 @@ class Broker:
         )
         self.health.topics = self.topics
         self._register_gauges()
+        if kafka is not None:
+            self.health.kafka = kafka.report
+            kafka.register(self._log.metrics)
         await self._join(secret)
         followed = await self.topics.names.follow_policies()
         self._endings.push_async_callback(asyncio.to_thread, followed.close)

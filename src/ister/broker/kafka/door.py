@@ -8,7 +8,9 @@ from typing import Self
 from kio.schema.errors import ErrorCode
 
 from ister.base.clock import Clock
+from ister.base.metrics import Metrics
 from ister.broker.counters import Calls
+from ister.broker.kafka.admin import Admin
 from ister.broker.kafka.coordinator import Coordinator
 from ister.broker.kafka.fetch import Fetching
 from ister.broker.kafka.produce import ProducerIds, Producing
@@ -74,6 +76,7 @@ class KafkaDoor:
             names, guard, metadata, topics.store, root_prefix=self._root_prefix
         )
         groups.start()
+        admin = Admin(names, guard)
 
         def plain(serve: Callable[[Request], Awaitable[Entity]]) -> Handler:
             async def handler(_: Connection, request: Request) -> Entity:
@@ -113,6 +116,12 @@ class KafkaDoor:
             ApiKey.LIST_GROUPS: plain(groups.list),
             ApiKey.DESCRIBE_GROUPS: plain(groups.describe),
             ApiKey.DELETE_GROUPS: plain(groups.delete),
+            ApiKey.CREATE_TOPICS: plain(admin.create_topics),
+            ApiKey.DELETE_TOPICS: plain(admin.delete_topics),
+            ApiKey.CREATE_PARTITIONS: plain(admin.create_partitions),
+            ApiKey.DESCRIBE_CONFIGS: plain(admin.describe_configs),
+            ApiKey.INCREMENTAL_ALTER_CONFIGS: plain(admin.alter_configs),
+            ApiKey.DESCRIBE_CLUSTER: plain(admin.describe_cluster),
         }
         await self.port.start(handlers, guard=guard, clock=clock, calls=calls, tls=tls)
 
@@ -133,6 +142,28 @@ class KafkaDoor:
                 for key in offered
             ),
         )
+
+    def register(self, metrics: Metrics) -> None:
+        """Registers what is counted."""
+        port = self.port
+        metrics.register_gauge("broker.kafka_connections", lambda: port.connections)
+        metrics.register_gauge("broker.kafka_bytes_in_flight", lambda: port.memory.used)
+        metrics.register_gauge("broker.kafka_groups", lambda: self.report()["groups"])
+        metrics.register_gauge("broker.kafka_group_members", lambda: self.report()["members"])
+        metrics.register_counter("broker.kafka_bytes_in_total", lambda: port.bytes_in)
+        metrics.register_counter("broker.kafka_bytes_out_total", lambda: port.bytes_out)
+        metrics.register_counter("broker.kafka_malformed_total", lambda: port.malformed)
+        metrics.register_counter("broker.kafka_connections_refused_total", lambda: port.refused)
+
+    def report(self) -> dict[str, int]:
+        """What /health says of it."""
+        groups = self._groups
+        return {
+            "port": self.port.number,
+            "connections": self.port.connections,
+            "groups": 0 if groups is None else groups.groups,
+            "members": 0 if groups is None else groups.members,
+        }
 
     async def close(self, seconds: float) -> None:
         """Ends all connections; requests that wait for the disk are answered, if in time."""

@@ -18,7 +18,7 @@ from enum import IntEnum
 from functools import lru_cache
 from io import BytesIO
 from types import ModuleType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin
 
 from kio.index import load_payload_module, load_request_schema, load_response_schema
 from kio.schema.errors import ErrorCode
@@ -161,6 +161,41 @@ def _fields(kind: type[Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
+@lru_cache(maxsize=2048)
+def _checked_fields(kind: type[Any]) -> tuple[tuple[str, bool, bool], ...]:
+    """The fields of a class to look at for nulls: name, whether it may be null, is it a tuple."""
+    found = []
+    for one in dataclasses.fields(kind):
+        parts = (one.type, *get_args(one.type))
+        may_be_null = any(part is type(None) for part in parts)
+        is_tuple = any(get_origin(part) is tuple for part in parts)
+        has_own = any(map(dataclasses.is_dataclass, _leaves(one.type)))
+        if has_own or not may_be_null:
+            found.append((one.name, may_be_null, is_tuple and has_own))
+    return tuple(found)
+
+
+def _leaves(kind: object) -> list[object]:
+    inner = get_args(kind)
+    return [leaf for part in inner for leaf in _leaves(part)] if inner else [kind]
+
+
+def _check_nulls(entity: Entity) -> None:
+    """Refuses nulls where Kafka's schema has none: kio reads them everywhere.
+
+    Raises:
+        MalformedError: There is one.
+    """
+    for name, may_be_null, is_nested in _checked_fields(type(entity)):
+        value = getattr(entity, name)
+        if value is None:
+            if not may_be_null:
+                raise MalformedError(f"{name} is null")
+        elif is_nested:
+            for one in value:
+                _check_nulls(one)
+
+
 class Request:
     """A request of a client, and the means to answer it in its version."""
 
@@ -198,6 +233,7 @@ class Request:
             self.body, _ = schema.read_body(frame, size)
         except Exception as error:  # whatever kio raises for bytes that are none
             raise MalformedError(f"a {self.key.name} request cannot be read") from error
+        _check_nulls(self.body)
 
     @property
     def is_readable(self) -> bool:

@@ -65,6 +65,7 @@ class Memory:
         self.bytes_max = bytes_max
         self.used = 0
         self._waiting: deque[Connection] = deque()
+        self._turn: Connection | None = None
 
     @property
     def is_over(self) -> bool:
@@ -79,16 +80,28 @@ class Memory:
         """Counts bytes no more; connections that wait are read again while there is room."""
         self.used -= size
         while self._waiting and not self.is_over:
-            self.resume_one()
+            self._waiting.popleft().resume()
 
     def wait(self, connection: Connection) -> None:
-        """Has a connection read again when there is room."""
+        """Has a connection read again when there is room, or when it is its turn."""
         self._waiting.append(connection)
+        if self._turn is None:
+            self._next_turn()
 
-    def resume_one(self) -> None:
-        """Reads the connection that has waited for longest."""
-        if self._waiting:
-            self._waiting.popleft().resume()
+    def may_read(self, connection: Connection) -> bool:
+        """Whether a connection may be read now."""
+        return not self.is_over or self._turn is connection
+
+    def end_turn(self, connection: Connection) -> None:
+        """A connection has sent its whole request, or is lost: the next one that waits goes on."""
+        if self._turn is connection:
+            self._next_turn()
+
+    def _next_turn(self) -> None:
+        self._turn = None
+        while self._turn is None and self._waiting:
+            waiting = self._waiting.popleft()
+            self._turn = waiting if waiting.resume() else None
 
 
 class Connection(asyncio.Protocol):
@@ -145,6 +158,7 @@ class Connection(asyncio.Protocol):
         self._is_closed = True
         self._port.forget(self)
         memory = self._port.memory
+        memory.end_turn(self)
         memory.release(len(self._buffer) + self._queued_bytes + self._unsent)
         self._buffer.clear()
         self._queue.clear()
@@ -183,6 +197,7 @@ class Connection(asyncio.Protocol):
         buffer = self._buffer
         buffer += data
         self._port.memory.add(len(data))
+        self._port.bytes_in += len(data)
         while True:
             if self._need is None:
                 if len(buffer) < _SIZE.size:
@@ -202,11 +217,13 @@ class Connection(asyncio.Protocol):
             self._began_at = None
         if buffer and self._began_at is None:
             self._began_at = now
+        if not buffer:
+            self._port.memory.end_turn(self)
         if self._queue and self._task is None:
             self._start()
         if self._queued_bytes > _QUEUED_BYTES or len(self._queue) > _UNANSWERED_MAX:
             self._pause()
-        elif self._port.memory.is_over and not self._is_paused:
+        elif not self._is_paused and not self._port.memory.may_read(self):
             self._pause()
             self._port.memory.wait(self)
 
@@ -220,11 +237,12 @@ class Connection(asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
 
-    def resume(self) -> None:
-        """Reads again."""
+    def resume(self) -> bool:
+        """Reads again; False if it has ended."""
         if self._is_paused and not self._is_closed:
             self._is_paused = False
             self._transport.resume_reading()
+        return not self._is_closed
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -267,10 +285,10 @@ class Connection(asyncio.Protocol):
                 self._port.memory.release(size)
                 raise
             if self._is_paused and self._queued_bytes <= _QUEUED_BYTES:
-                if self._port.memory.is_over:
-                    self._port.memory.wait(self)
-                else:
+                if self._port.memory.may_read(self):
                     self.resume()
+                else:
+                    self._port.memory.wait(self)
 
     async def _handle(
         self, request: Request, future: asyncio.Future[bytes | None], size: int
@@ -363,7 +381,7 @@ class KafkaPort:
         self.config = config
         self.number: int = listener.getsockname()[1]
         self.memory = Memory(config.max_bytes_in_flight)
-        self.bytes_out = 0
+        self.bytes_in = self.bytes_out = 0
         self.malformed = 0
         """Requests that could not be read."""
         self.refused = 0
@@ -449,8 +467,6 @@ class KafkaPort:
         now = loop.time()
         for connection in list(self._connections):
             connection.check_times(now)
-        # However much is in flight, one that waits goes on.
-        self.memory.resume_one()
         self._looking = loop.call_later(_LOOK_SECONDS, self._look)
 
     async def close(self, seconds: float) -> None:
