@@ -12,7 +12,7 @@ Owns: answers to requests about these. Does not own: what is done (`ister.broker
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final, NamedTuple
 
 from kio.schema.errors import ErrorCode
@@ -30,7 +30,6 @@ from ister.errors import (
     InvalidRequestError,
     IsterError,
     NotFoundError,
-    PermissionDeniedError,
 )
 
 _TOPIC, _BROKER = 2, 4
@@ -67,32 +66,49 @@ class Admin:
 
     # -- topics -----------------------------------------------------------------------------
 
+    async def _each(
+        self,
+        request: Request,
+        kind: str,
+        asked: Iterable[_Asked],
+        act: Callable[[Entity], Awaitable[dict[str, Entity] | None]],
+    ) -> tuple[Entity, ...]:
+        """Does what is asked for, one after the other; parts of the class `kind` say how it went.
+
+        What is asked for comes with the fields that say so again; `act` returns more of them.
+        """
+        results = []
+        for one, fields in asked:
+            code, message = ErrorCode.none, None
+            more: dict[str, Entity] | None = None
+            try:
+                more = await act(one)
+            except IsterError as error:
+                code, message = code_of(error), str(error)
+            told = {"error_code": code, "error_message": message, **fields, **(more or {})}
+            results.append(request.make(kind, **told))
+        return tuple(results)
+
     async def create_topics(self, request: Request) -> Entity:
         """Answers CreateTopics."""
-        body, results = request.body, []
-        for topic in body.topics:
-            code, message, count, topic_id = ErrorCode.none, None, -1, None
-            try:
-                count = await self._create(topic, is_trial=body.validate_only)
-                if not body.validate_only:
-                    path = self._names.path_of(topic.name)
-                    partitions = await self._names.partitions(path)
-                    topic_id = await self._names.id_of(path, partitions)
-            except IsterError as error:
-                code, message = _code_of_change(error), str(error)
-            results.append(
-                request.make(
-                    "CreatableTopicResult",
-                    name=topic.name,
-                    topic_id=topic_id,
-                    error_code=code,
-                    error_message=message,
-                    num_partitions=count if code is ErrorCode.none else -1,
-                    replication_factor=1 if code is ErrorCode.none else -1,
-                    configs=None if code is not ErrorCode.none else (),
-                )
-            )
-        return request.make("CreateTopicsResponse", topics=tuple(results))
+        body = request.body
+        unmade = {"topic_id": None, "num_partitions": -1, "replication_factor": -1, "configs": None}
+
+        async def create(topic: Entity) -> dict[str, Entity]:
+            count = await self._create(topic, is_trial=body.validate_only)
+            path = self._names.path_of(topic.name)
+            partitions = {} if body.validate_only else await self._names.partitions(path)
+            topic_id = await self._names.id_of(path, partitions) if partitions else None
+            return {
+                "topic_id": topic_id,
+                "num_partitions": count,
+                "replication_factor": 1,
+                "configs": (),
+            }
+
+        asked = [(one, {"name": one.name, **unmade}) for one in body.topics]
+        results = await self._each(request, "CreatableTopicResult", asked, create)
+        return request.make("CreateTopicsResponse", topics=results)
 
     async def _create(self, topic: Entity, *, is_trial: bool) -> int:
         """Creates a topic; returns the number of its partitions."""
@@ -126,53 +142,33 @@ class Admin:
 
     async def delete_topics(self, request: Request) -> Entity:
         """Answers DeleteTopics."""
-        body, results = request.body, []
-        asked = (
+        body = request.body
+        names = (
             [(one.name, one.topic_id) for one in body.topics]
             if request.version >= 6
             else [(name, None) for name in body.topic_names]
         )
-        for name, topic_id in asked:
-            code, message = ErrorCode.none, None
-            try:
-                path = (
-                    await self._names.path_of_id(topic_id)
-                    if name is None
-                    else self._names.path_of(name)
-                )
-                self._names.check(Permission.MANAGE_TOPIC, path)
-                await self._topics.delete(path)
-            except IsterError as error:
-                code, message = _code_of_change(error), str(error)
-            results.append(
-                request.make(
-                    "DeletableTopicResult",
-                    name=name,
-                    topic_id=topic_id,
-                    error_code=code,
-                    error_message=message,
-                )
-            )
-        return request.make("DeleteTopicsResponse", responses=tuple(results))
+
+        async def delete(asked: Entity) -> None:
+            name, topic_id = asked
+            paths = self._names
+            path = paths.path_of(name) if name is not None else await paths.path_of_id(topic_id)
+            paths.check(Permission.MANAGE_TOPIC, path)
+            await self._topics.delete(path)
+
+        asked = [(one, {"name": one[0], "topic_id": one[1]}) for one in names]
+        results = await self._each(request, "DeletableTopicResult", asked, delete)
+        return request.make("DeleteTopicsResponse", responses=results)
 
     async def create_partitions(self, request: Request) -> Entity:
         """Answers CreatePartitions."""
-        body, results = request.body, []
-        for topic in body.topics:
-            code, message = ErrorCode.none, None
-            try:
-                await self._grow(topic.name, topic.count, is_trial=body.validate_only)
-            except IsterError as error:
-                code, message = _code_of_change(error), str(error)
-            results.append(
-                request.make(
-                    "CreatePartitionsTopicResult",
-                    name=topic.name,
-                    error_code=code,
-                    error_message=message,
-                )
-            )
-        return request.make("CreatePartitionsResponse", results=tuple(results))
+
+        async def grow(topic: Entity) -> None:
+            await self._grow(topic.name, topic.count, is_trial=request.body.validate_only)
+
+        asked = [(one, {"name": one.name}) for one in request.body.topics]
+        results = await self._each(request, "CreatePartitionsTopicResult", asked, grow)
+        return request.make("CreatePartitionsResponse", results=results)
 
     async def _grow(self, name: str, count: int, *, is_trial: bool) -> None:
         path = self._names.path_of(name)
@@ -200,40 +196,29 @@ class Admin:
 
     async def describe_configs(self, request: Request) -> Entity:
         """Answers DescribeConfigs."""
-        results = []
-        for asked in request.body.resources:
-            code, message = ErrorCode.none, None
-            found: tuple[_Config, ...] = ()
-            try:
-                found = tuple(await self._configs(asked.resource_type, asked.resource_name))
-            except IsterError as error:
-                code, message = _code_of_change(error), str(error)
-            keys = asked.configuration_keys
-            results.append(
-                request.make(
-                    "DescribeConfigsResult",
-                    error_code=code,
-                    error_message=message,
-                    resource_type=asked.resource_type,
-                    resource_name=asked.resource_name,
-                    configs=tuple(
-                        request.make(
-                            "DescribeConfigsResourceResult",
-                            name=one.name,
-                            value=one.value,
-                            read_only=one.is_fixed,
-                            config_source=one.source,
-                            is_sensitive=False,
-                            synonyms=(),
-                            config_type=one.kind,
-                            documentation=None,
-                        )
-                        for one in found
-                        if not keys or one.name in keys
-                    ),
-                )
-            )
-        return request.make("DescribeConfigsResponse", results=tuple(results))
+
+        async def describe(resource: Entity) -> dict[str, Entity]:
+            found = await self._configs(resource.resource_type, resource.resource_name)
+            keys = resource.configuration_keys
+            described = [
+                {
+                    "name": one.name,
+                    "value": one.value,
+                    "read_only": one.is_fixed,
+                    "config_source": one.source,
+                    "is_sensitive": False,
+                    "synonyms": (),
+                    "config_type": one.kind,
+                    "documentation": None,
+                }
+                for one in found
+                if not keys or one.name in keys
+            ]
+            return {"configs": request.many("DescribeConfigsResourceResult", described)}
+
+        asked = [(one, {**_resource(one), "configs": ()}) for one in request.body.resources]
+        results = await self._each(request, "DescribeConfigsResult", asked, describe)
+        return request.make("DescribeConfigsResponse", results=results)
 
     async def _configs(self, kind: int, name: str) -> Iterable[_Config]:
         if kind == _TOPIC:
@@ -301,23 +286,13 @@ class Admin:
 
     async def alter_configs(self, request: Request) -> Entity:
         """Answers IncrementalAlterConfigs."""
-        body, responses = request.body, []
-        for asked in body.resources:
-            code, message = ErrorCode.none, None
-            try:
-                await self._alter(asked, is_trial=body.validate_only)
-            except IsterError as error:
-                code, message = _code_of_change(error), str(error)
-            responses.append(
-                request.make(
-                    "AlterConfigsResourceResponse",
-                    error_code=code,
-                    error_message=message,
-                    resource_type=asked.resource_type,
-                    resource_name=asked.resource_name,
-                )
-            )
-        return request.make("IncrementalAlterConfigsResponse", responses=tuple(responses))
+
+        async def alter(resource: Entity) -> None:
+            await self._alter(resource, is_trial=request.body.validate_only)
+
+        asked = [(one, _resource(one)) for one in request.body.resources]
+        results = await self._each(request, "AlterConfigsResourceResponse", asked, alter)
+        return request.make("IncrementalAlterConfigsResponse", responses=results)
 
     async def _alter(self, asked: Entity, *, is_trial: bool) -> None:
         if asked.resource_type != _TOPIC:
@@ -363,25 +338,17 @@ class Admin:
             error_code=ErrorCode.none,
             cluster_id=self._names.cluster_id,
             controller_id=self._topics.cluster.own.kafka_id,
-            brokers=tuple(
-                request.make(
-                    "DescribeClusterBroker",
-                    broker_id=one.kafka_id,
-                    host=host,
-                    port=port,
-                    rack=one.zone or None,
-                )
-                for one, host, port in await self._names.brokers()
+            brokers=await self._names.describe_brokers(
+                request, "DescribeClusterBroker", "broker_id"
             ),
         )
 
 
-def _code_of_change(error: IsterError) -> ErrorCode:
-    if isinstance(error, AlreadyExistsError):
-        return ErrorCode.topic_already_exists
-    if isinstance(error, PermissionDeniedError):
-        return ErrorCode.topic_authorization_failed
-    return code_of(error)
+_Asked = tuple[Entity, dict[str, Entity]]
+
+
+def _resource(asked: Entity) -> dict[str, Entity]:
+    return {"resource_type": asked.resource_type, "resource_name": asked.resource_name}
 
 
 def _check_fixed(name: str, value: str | None) -> None:

@@ -182,31 +182,21 @@ class Coordinator:
             except IsterError as error:
                 code, message = group_code(error), error.message
             found.append((key, code, message, place))
+        described = [
+            {
+                "key": key,
+                "node_id": node,
+                "host": host,
+                "port": port,
+                "error_code": code,
+                "error_message": message,
+            }
+            for key, code, message, (node, host, port) in found
+        ]
         if request.version < 4:
-            _, code, message, (node, host, port) = found[0]
-            return request.make(
-                "FindCoordinatorResponse",
-                error_code=code,
-                error_message=message,
-                node_id=node,
-                host=host,
-                port=port,
-            )
-        return request.make(
-            "FindCoordinatorResponse",
-            coordinators=tuple(
-                request.make(
-                    "Coordinator",
-                    key=key,
-                    node_id=node,
-                    host=host,
-                    port=port,
-                    error_code=code,
-                    error_message=message,
-                )
-                for key, code, message, (node, host, port) in found
-            ),
-        )
+            return request.make("FindCoordinatorResponse", **described[0])
+        parts = request.many("Coordinator", described)
+        return request.make("FindCoordinatorResponse", coordinators=parts)
 
     # -- claims -----------------------------------------------------------------------------
 
@@ -453,26 +443,22 @@ class Coordinator:
                 await self._write(held, wanted)
         except IsterError as error:
             refusal = group_code(error)
-        make = request.make
-        return make(
-            "OffsetCommitResponse",
-            topics=tuple(
-                make(
-                    "OffsetCommitResponseTopic",
-                    name=topic.name,
-                    partitions=tuple(
-                        make(
-                            "OffsetCommitResponsePartition",
-                            partition_index=one.partition_index,
-                            error_code=refusal
-                            or codes.get((topic.name, one.partition_index), ErrorCode.none),
-                        )
-                        for one in topic.partitions
-                    ),
-                )
-                for topic in body.topics
-            ),
-        )
+        found = [
+            (
+                topic.name,
+                [
+                    {
+                        "partition_index": one.partition_index,
+                        "error_code": refusal
+                        or codes.get((topic.name, one.partition_index), ErrorCode.none),
+                    }
+                    for one in topic.partitions
+                ],
+            )
+            for topic in body.topics
+        ]
+        kinds = ("OffsetCommitResponseTopic", "OffsetCommitResponsePartition")
+        return request.make("OffsetCommitResponse", topics=request.by_topic(*kinds, found))
 
     async def _committable(
         self, topics: Iterable[Entity], codes: dict[tuple[str, int], ErrorCode]
@@ -622,56 +608,35 @@ class Coordinator:
                     for topic in topics or ()
                 ]
             groups.append((name, code, found))
-        topic_kind, partition_kind = (
-            ("OffsetFetchResponseTopics", "OffsetFetchResponsePartitions")
-            if request.version >= 8
-            else ("OffsetFetchResponseTopic", "OffsetFetchResponsePartition")
-        )
-
-        def describe(found: list[_Fetched]) -> tuple[Entity, ...]:
-            return tuple(
-                make(
-                    topic_kind,
-                    name=name,
-                    partitions=tuple(
-                        make(
-                            partition_kind,
-                            partition_index=number,
-                            committed_offset=_NO_OFFSET if one is None else one.offset,
-                            committed_leader_epoch=-1 if one is None else one.leader_epoch,
-                            metadata="" if one is None else one.metadata,
-                            error_code=code,
-                        )
-                        for number, one, code in partitions
-                    ),
-                )
-                for name, partitions in found
-            )
-
+        ending = "s" if request.version >= 8 else ""
+        kinds = (f"OffsetFetchResponseTopic{ending}", f"OffsetFetchResponsePartition{ending}")
         if request.version < 8:
             [(_, code, found)] = groups
-            return make("OffsetFetchResponse", topics=describe(found), error_code=code)
-        return make(
-            "OffsetFetchResponse",
-            groups=tuple(
-                make(
-                    "OffsetFetchResponseGroup",
-                    group_id=name,
-                    topics=describe(found),
-                    error_code=code,
-                )
-                for name, code, found in groups
-            ),
-        )
+            topics = request.by_topic(*kinds, _fetched(found))
+            return make("OffsetFetchResponse", topics=topics, error_code=code)
+        described = [
+            {
+                "group_id": name,
+                "topics": request.by_topic(*kinds, _fetched(found)),
+                "error_code": code,
+            }
+            for name, code, found in groups
+        ]
+        parts = request.many("OffsetFetchResponseGroup", described)
+        return make("OffsetFetchResponse", groups=parts)
 
     async def _fetch(self, name: str, topics: Sequence[Entity] | None) -> list[_Fetched]:
-        held = await self._hold(name)
-        if held.writing is not None:
-            # What was committed before must be seen.
-            await self._write(held, {})
+        offsets: dict[str, Committed] = {}
+        # A question makes no group.
+        if name in self._held or await self._exists(name):
+            held = await self._hold(name)
+            if held.writing is not None:
+                # What was committed before must be seen.
+                await self._write(held, {})
+            offsets = held.offsets
         wanted: list[tuple[str, list[int]]]
         if topics is None:
-            bases = dict.fromkeys(base_of(one) for one in held.offsets)
+            bases = dict.fromkeys(map(base_of, offsets))
             wanted = [
                 (self._names.name_of(base), list(await self._names.partitions(base)))
                 for base in bases
@@ -691,7 +656,7 @@ class Coordinator:
                 code = code_of(error)
             answers: list[tuple[int, Committed | None, ErrorCode]] = []
             for number in numbers:
-                one = held.offsets.get(partitions.get(number, ""))
+                one = offsets.get(partitions.get(number, ""))
                 if one is not None:
                     current = await self._names.incarnation(partitions[number])
                     one = one if one.incarnation == current else None
@@ -818,42 +783,59 @@ class Coordinator:
                 self._names.check(Permission.CONSUME, path)
                 partitions = await self._names.partitions(path)
                 for one in topic.partitions:
-                    found = partitions.get(one.partition_index)
+                    name = partitions.get(one.partition_index)
                     place = (topic.name, one.partition_index)
-                    if found is None:
+                    if name is None:
                         codes[place] = ErrorCode.unknown_topic_or_partition
                     elif held.group.state is not GroupState.EMPTY:
                         codes[place] = ErrorCode.group_subscribed_to_topic
-                    elif found in held.offsets:
-                        gone.append(found)
+                    elif name in held.offsets:
+                        gone.append(name)
             await asyncio.to_thread(self._remove, held, gone, is_all=False)
             for name in gone:
                 held.offsets.pop(name, None)
         except IsterError as error:
             refusal = group_code(error)
-        return make(
-            "OffsetDeleteResponse",
-            error_code=refusal,
-            topics=tuple(
-                make(
-                    "OffsetDeleteResponseTopic",
-                    name=topic.name,
-                    partitions=tuple(
-                        make(
-                            "OffsetDeleteResponsePartition",
-                            partition_index=one.partition_index,
-                            error_code=codes.get((topic.name, one.partition_index), ErrorCode.none),
-                        )
-                        for one in topic.partitions
-                    ),
-                )
-                for topic in (body.topics if refusal is ErrorCode.none else ())
-            ),
-        )
+        found = [
+            (
+                topic.name,
+                [
+                    {
+                        "partition_index": one.partition_index,
+                        "error_code": codes.get((topic.name, one.partition_index), ErrorCode.none),
+                    }
+                    for one in topic.partitions
+                ],
+            )
+            for topic in (body.topics if refusal is ErrorCode.none else ())
+        ]
+        kinds = ("OffsetDeleteResponseTopic", "OffsetDeleteResponsePartition")
+        topics = request.by_topic(*kinds, found)
+        return make("OffsetDeleteResponse", error_code=refusal, topics=topics)
 
 
 _Fetched = tuple[str, list[tuple[int, Committed | None, ErrorCode]]]
 """A topic, and its partitions with what was committed for them."""
+
+
+def _fetched(found: list[_Fetched]) -> list[tuple[str, list[dict[str, Entity]]]]:
+    """What was committed, as an answer has it."""
+    return [
+        (
+            name,
+            [
+                {
+                    "partition_index": number,
+                    "committed_offset": _NO_OFFSET if one is None else one.offset,
+                    "committed_leader_epoch": -1 if one is None else one.leader_epoch,
+                    "metadata": "" if one is None else one.metadata,
+                    "error_code": code,
+                }
+                for number, one, code in partitions
+            ],
+        )
+        for name, partitions in found
+    ]
 
 
 def group_code(error: IsterError) -> ErrorCode:

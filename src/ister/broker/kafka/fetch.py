@@ -26,7 +26,14 @@ from kio.schema.errors import ErrorCode
 from ister.base.limits import KIB
 from ister.base.model import Codec
 from ister.broker.kafka.protocol import Entity, KafkaError, Request, code_of
-from ister.broker.kafka.records import Record, Stored, encode_batch, to_record
+from ister.broker.kafka.records import (
+    NO_HEADERS,
+    TIME_MAX,
+    Record,
+    Stored,
+    encode_batch,
+    to_record,
+)
 from ister.broker.kafka.topics import KafkaTopics, log_of
 from ister.broker.security.guard import current_principal
 from ister.broker.security.principal import ANONYMOUS
@@ -46,6 +53,8 @@ _MESSAGES_MAX: Final = 8192
 _READERS_MAX: Final = 1024
 _SUFFIXES_MAX: Final = 1024
 _SUFFIX_BYTES_MAX: Final = 512
+# Sizes below it are one byte.
+_SHORT_KEY: Final = 0xFB
 # So long batches are made before others have a turn on the loop.
 _TURN_BYTES: Final = 256 * KIB
 _WAIT_SECONDS_MAX: Final = 60.0
@@ -60,6 +69,10 @@ class RecordDecoder:
         self._codec = codec
         self._identity = b""
         self._suffixes: dict[bytes, Suffix] = {}
+        # The suffix of messages without a key and attributes.
+        self._plain = b""
+        # What comes before the key in the suffix of messages with a key and no attributes.
+        self._before_key = b""
 
     def records(self, messages: Iterable[Message]) -> list[tuple[int, Record]]:
         """The records of messages, each with its offset.
@@ -68,6 +81,7 @@ class RecordDecoder:
             CorruptDataError: A message cannot be decoded.
         """
         found: list[tuple[int, Record]] = []
+        codec = self._codec
         for message in messages:
             body = stored_body(message)
             if body is None:
@@ -78,12 +92,22 @@ class RecordDecoder:
                 found.append((message.offset, to_record(stored)))
                 continue
             buffer, start, end, _ = body
-            _, identity, payload_at, payload_end, time, suffix_at = split(
-                buffer, start, end, self._codec, self._identity
+            _, self._identity, payload_at, payload_end, time, suffix_at = split(
+                buffer, start, end, codec, self._identity
             )
-            self._identity = identity
-            suffix = self._suffix(bytes(buffer[suffix_at:end]))
-            payload = bytes(buffer[payload_at:payload_end])
+            data = buffer[suffix_at:end]
+            payload = buffer[payload_at:payload_end]
+            if data == self._plain and time <= TIME_MAX:
+                found.append((message.offset, Record(time, None, payload, NO_HEADERS)))
+                continue
+            before = self._before_key
+            size = len(data) - len(before) - 1
+            if before and 0 <= size < _SHORT_KEY and data.startswith(before) and time <= TIME_MAX:
+                key = data[-size:] if size else b""
+                if data[len(before)] == size and key.isascii():
+                    found.append((message.offset, Record(time, key, payload, NO_HEADERS)))
+                    continue
+            suffix = self._suffix(data)
             stored = Stored(payload, time, suffix.routing_key, suffix.attributes)
             found.append((message.offset, to_record(stored)))
         return found
@@ -96,6 +120,12 @@ class RecordDecoder:
                 if len(self._suffixes) >= _SUFFIXES_MAX:
                     self._suffixes.clear()
                 self._suffixes[data] = found
+            if found.routing_key is None and not found.attributes:
+                self._plain = data
+            if self._codec is Codec.BINCODE2 and found.routing_key and not found.attributes:
+                key = found.routing_key.encode()
+                if len(key) < _SHORT_KEY:
+                    self._before_key = data[: -len(key) - 1]
         return found
 
 
@@ -279,32 +309,28 @@ class Fetching:
 
     async def list_offsets(self, request: Request) -> Entity:
         """Answers ListOffsets: the first offset, the end, or the one of a time."""
-        make = request.make
-        topics = []
-        for topic in request.body.topics:
-            partitions = []
-            for one in topic.partitions:
-                code, offset, timestamp = ErrorCode.none, -1, -1
-                try:
-                    path = self._names.path_of(topic.name)
-                    self._names.check(Permission.CONSUME, path)
-                    served = await self._names.open(path, one.partition_index)
-                    offset, timestamp = await self._find(log_of(served), one.timestamp)
-                except IsterError as error:
-                    code = code_of(error)
-                partitions.append(
-                    make(
-                        "ListOffsetsPartitionResponse",
-                        partition_index=one.partition_index,
-                        error_code=code,
-                        timestamp=timestamp,
-                        offset=offset,
-                    )
-                )
-            topics.append(
-                make("ListOffsetsTopicResponse", name=topic.name, partitions=tuple(partitions))
-            )
-        return make("ListOffsetsResponse", topics=tuple(topics))
+        found = [
+            (topic.name, [await self._place(topic.name, one) for one in topic.partitions])
+            for topic in request.body.topics
+        ]
+        kinds = ("ListOffsetsTopicResponse", "ListOffsetsPartitionResponse")
+        return request.make("ListOffsetsResponse", topics=request.by_topic(*kinds, found))
+
+    async def _place(self, name: str, asked: Entity) -> dict[str, Entity]:
+        code, offset, timestamp = ErrorCode.none, -1, -1
+        try:
+            path = self._names.path_of(name)
+            self._names.check(Permission.CONSUME, path)
+            served = await self._names.open(path, asked.partition_index)
+            offset, timestamp = await self._find(log_of(served), asked.timestamp)
+        except IsterError as error:
+            code = code_of(error)
+        return {
+            "partition_index": asked.partition_index,
+            "error_code": code,
+            "timestamp": timestamp,
+            "offset": offset,
+        }
 
     async def _find(self, topic: Topic, asked: int) -> tuple[int, int]:
         """An offset and its time; -1 and -1 if there is none of that time."""

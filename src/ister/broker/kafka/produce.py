@@ -303,14 +303,17 @@ def _parts_of(
     for number, (payload, publish_time, routing_key, attributes) in enumerate(messages):
         if sequence is not None:
             head = encoder.head(sequence + number, identity, name, "")
-        tail = encoder.tail(
-            producer,
-            "",
-            attributes,
-            schema_id=None,
-            schema_version=None,
-            routing_key=routing_key,
-        )
+        if routing_key is not None and not attributes:
+            tail = encoder.keyed_tail(producer, routing_key)
+        else:
+            tail = encoder.tail(
+                producer,
+                "",
+                attributes,
+                schema_id=None,
+                schema_version=None,
+                routing_key=routing_key,
+            )
         record = (head, payload, publish_time, tail)
         appender.check_record(record)
         parts.append(record)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from enum import IntEnum
 from functools import lru_cache
@@ -162,7 +162,7 @@ def _fields(kind: type[Any]) -> frozenset[str]:
 
 
 @lru_cache(maxsize=2048)
-def _checked_fields(kind: type[Any]) -> tuple[tuple[str, bool, bool], ...]:
+def _checked_fields(kind: Entity) -> tuple[tuple[str, bool, bool], ...]:
     """The fields of a class to look at for nulls: name, whether it may be null, is it a tuple."""
     found = []
     for one in dataclasses.fields(kind):
@@ -186,7 +186,8 @@ def _check_nulls(entity: Entity) -> None:
     Raises:
         MalformedError: There is one.
     """
-    for name, may_be_null, is_nested in _checked_fields(type(entity)):
+    kind: Entity = type(entity)
+    for name, may_be_null, is_nested in _checked_fields(kind):
         value = getattr(entity, name)
         if value is None:
             if not may_be_null:
@@ -247,6 +248,22 @@ class Request:
         if "throttle_time" in known:
             fields.setdefault("throttle_time", NO_TIME)
         return made(**{field: value for field, value in fields.items() if field in known})
+
+    def many(self, kind: str, found: Iterable[Mapping[str, Entity]]) -> tuple[Entity, ...]:
+        """Parts of one class."""
+        return tuple(self.make(kind, **fields) for fields in found)
+
+    def by_topic(
+        self,
+        topic: str,
+        partition: str,
+        found: Iterable[tuple[str, Iterable[Mapping[str, Entity]]]],
+    ) -> tuple[Entity, ...]:
+        """Topics with their partitions, of these two classes."""
+        return tuple(
+            self.make(topic, name=name, partitions=self.many(partition, partitions))
+            for name, partitions in found
+        )
 
     def encode(self, answer: Entity) -> bytes:
         """An answer with its size and header."""

@@ -59,7 +59,8 @@ _CONTROL: Final = 0x20
 # A record is at least its length, attributes, two deltas, two lengths and a count.
 _RECORD_BYTES_MIN: Final = 7
 _INT64_MIN: Final = -(1 << 63)
-_INT64_MAX: Final = (1 << 63) - 1
+TIME_MAX: Final = (1 << 63) - 1
+"""The latest timestamp."""
 
 Header = tuple[bytes, bytes | None]
 
@@ -71,7 +72,7 @@ class Record(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: bytes
-    """Encoded, with their count first; `_NO_HEADERS` for none."""
+    """Encoded, with their count first; `NO_HEADERS` for none."""
 
 
 class Batch(NamedTuple):
@@ -93,7 +94,8 @@ class Stored(NamedTuple):
     attributes: Mapping[str, str]
 
 
-_NO_HEADERS: Final = b"\0"
+NO_HEADERS: Final = b"\0"
+"""The headers of a record without any."""
 _NO_ATTRIBUTES: Final[Mapping[str, str]] = {}
 
 
@@ -207,11 +209,11 @@ def _decode_records(body: bytes, count: int, base_time: int) -> list[Record]:
             raise _invalid("the offsets of the records are not one after the other")
         key, at = _bytes(body, at, end)
         value, at = _bytes(body, at, end)
-        headers = _NO_HEADERS
+        headers = NO_HEADERS
         if end - at != 1 or body[at]:
             headers = body[at:end]
             _check_headers(headers)
-        if not _INT64_MIN <= timestamp <= _INT64_MAX:
+        if not _INT64_MIN <= timestamp <= TIME_MAX:
             raise _invalid("a timestamp is out of range")
         records.append(Record(timestamp, key, value, headers))
         at = end
@@ -280,7 +282,7 @@ def decode_headers(data: bytes) -> list[Header]:
 def encode_headers(headers: Sequence[Header]) -> bytes:
     """Headers in the form that they have in a record."""
     if not headers:
-        return _NO_HEADERS
+        return NO_HEADERS
     parts = [_signed(len(headers))]
     for name, value in headers:
         parts += (_signed(len(name)), name)
@@ -437,7 +439,7 @@ def encode_batch(numbered: Sequence[tuple[int, Record]]) -> bytes:
 def to_stored(record: Record) -> Stored:
     """A record as a message has it."""
     timestamp, key, value, headers = record
-    if timestamp >= 0 and value is not None and headers == _NO_HEADERS:
+    if timestamp >= 0 and value is not None and headers == NO_HEADERS:
         # The usual case.
         if key is None:
             return Stored(value, timestamp, None, _NO_ATTRIBUTES)
@@ -445,7 +447,7 @@ def to_stored(record: Record) -> Stored:
             return Stored(value, timestamp, key.decode(), _NO_ATTRIBUTES)
         except UnicodeDecodeError:
             pass
-    attributes = {} if headers == _NO_HEADERS else _attributes_of(headers)
+    attributes = {} if headers == NO_HEADERS else _attributes_of(headers)
     routing_key: str | None = None
     if key is not None:
         try:
@@ -480,9 +482,9 @@ def to_record(stored: Stored) -> Record:
     """A message as a record."""
     payload, publish_time, routing_key, attributes = stored
     key = None if routing_key is None else routing_key.encode()
-    timestamp = min(publish_time, _INT64_MAX)
+    timestamp = min(publish_time, TIME_MAX)
     if not attributes:
-        return Record(timestamp, key, payload, _NO_HEADERS)
+        return Record(timestamp, key, payload, NO_HEADERS)
     left = dict(attributes)
     value: bytes | None = payload
     if not payload and left.get(NULL_VALUE) == "1":

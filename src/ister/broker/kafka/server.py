@@ -121,6 +121,8 @@ class Connection(asyncio.Protocol):
         self._writable.set()
         self._unsent = 0
         self._is_paused = False
+        self._is_made = False
+        self._early = b""
         self._is_closed = False
         now = asyncio.get_running_loop().time()
         self._opened_at = self._heard_at = self._sent_at = now
@@ -140,7 +142,7 @@ class Connection(asyncio.Protocol):
         self.host = str(found[0]) if found else ""
         self.peer = f"{found[0]}:{found[1]}" if found else ""
         port = self._port
-        if not port.admit(self):
+        if self._is_closed or not port.admit(self):
             self._is_closed = True
             transport.abort()
             return
@@ -152,6 +154,10 @@ class Connection(asyncio.Protocol):
             )
         except UnauthenticatedError:
             self.close()
+        self._is_made = True
+        if self._early:
+            early, self._early = self._early, b""
+            self.data_received(early)
 
     def connection_lost(self, _: Exception | None) -> None:
         """Gives everything back."""
@@ -192,6 +198,10 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Takes requests apart."""
         if self._is_closed:
+            return
+        if not self._is_made:
+            # With TLS, what comes with the end of the handshake is here before the connection is.
+            self._early += data[:LOGIN_BYTES]
             return
         self._heard_at = now = asyncio.get_running_loop().time()
         buffer = self._buffer

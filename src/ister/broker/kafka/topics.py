@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -248,16 +247,7 @@ class KafkaTopics:
         own = self.topics.cluster.own
         return make(
             "MetadataResponse",
-            brokers=tuple(
-                make(
-                    "MetadataResponseBroker",
-                    node_id=one.kafka_id,
-                    host=host,
-                    port=port,
-                    rack=one.zone or None,
-                )
-                for one, host, port in await self.brokers()
-            ),
+            brokers=await self.describe_brokers(request, "MetadataResponseBroker", "node_id"),
             cluster_id=self.cluster_id,
             controller_id=own.kafka_id,
             topics=tuple(described),
@@ -281,6 +271,16 @@ class KafkaTopics:
         members = {one.node: one for one in await asyncio.to_thread(cluster.members.recent)}
         members[cluster.own.node] = cluster.own
         return [(one, *split_address(one.kafka_url)) for one in members.values() if one.kafka_url]
+
+    async def describe_brokers(
+        self, request: Request, kind: str, id_field: str
+    ) -> tuple[Entity, ...]:
+        """The brokers, as an answer has them."""
+        found = [
+            {id_field: one.kafka_id, "host": host, "port": port, "rack": one.zone or None}
+            for one, host, port in await self.brokers()
+        ]
+        return request.many(kind, found)
 
     async def _describe_asked(self, request: Request, asked: Entity, *, creates: bool) -> Entity:
         name, topic_id = asked.name, getattr(asked, "topic_id", None)
@@ -390,11 +390,3 @@ def split_address(url: str) -> tuple[str, int]:
     """Host and port of an address; without brackets."""
     host, _, port = url.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def by_topic(pairs: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
-    """Groups values by their topic, in the order in which topics come first."""
-    grouped: dict[str, list[Any]] = {}
-    for name, value in pairs:
-        grouped.setdefault(name, []).append(value)
-    return grouped
