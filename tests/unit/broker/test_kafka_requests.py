@@ -238,3 +238,28 @@ async def test_nothing_is_answered_before_authentication_but_how_to(tmp_path, fa
             client.writer.write(struct.pack(">i", 65 << 10))
             assert await client.receive() is None
     assert failures == []
+
+
+async def test_a_client_that_does_not_read_its_answers_is_cut_off_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "_STALL_SECONDS", 2.0)
+    async with (
+        a_broker(tmp_path) as (broker, _, listening),
+        raw(listening) as client,
+        raw(listening) as other,
+    ):
+        await broker.topics.create_partitioned("/default/t", 1, is_reliable=True)
+        topic = await broker.topics.get("/default/t-part-0")
+        for _ in range(4):
+            topic.topic.append(bytes(4 << 20))
+        await topic.topic.aio.wait(3)
+        client.writer.transport.pause_reading()
+        asked = {"topic": "t", "partition": 0, "fetch_offset": 0, "session_id": 0, "min_bytes": 1}
+        sizes = {"max_bytes": 1 << 30, "partition_max_bytes": 1 << 30}
+        for number in range(50):
+            client.writer.write(frame(ApiKey.FETCH, 11, number, **QUICK, **asked, **sizes))
+        await eventually(lambda: broker._kafka.port.memory.used > 1 << 20)
+        # It is not asked for more than one answer at a time.
+        assert broker._kafka.port.memory.used < 64 << 20
+        assert (await other.ask(ApiKey.API_VERSIONS, 3)).error_code == 0
+        await eventually(lambda: broker._kafka.port.connections == 1)
+        await eventually(lambda: broker._kafka.port.memory.used == 0)

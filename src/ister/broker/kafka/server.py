@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
         self._late: set[asyncio.Task[Entity]] = set()
         self._writable = asyncio.Event()
         self._writable.set()
-        self._unsent = 0
+        self._unsent = self._unread = 0
         self._is_paused = False
         self._is_made = False
         self._early = b""
@@ -372,6 +372,10 @@ class Connection(asyncio.Protocol):
         """Ends a connection that is idle or does not go on."""
         if self._is_closed:
             return
+        unread = self._transport.get_write_buffer_size()
+        if unread != self._unread:
+            # However slowly, it reads.
+            self._unread, self._sent_at = unread, now
         is_stalled = (
             (self.login.caller is None and now - self._opened_at > LOGIN_SECONDS)
             or (self._began_at is not None and now - self._began_at > _STALL_SECONDS)
@@ -475,8 +479,9 @@ class KafkaPort:
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        for connection in list(self._connections):
-            connection.check_times(now)
+        with threads.guard("ister-kafka"):
+            for connection in list(self._connections):
+                connection.check_times(now)
         self._looking = loop.call_later(_LOOK_SECONDS, self._look)
 
     async def close(self, seconds: float) -> None:
