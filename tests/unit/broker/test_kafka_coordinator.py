@@ -155,3 +155,14 @@ async def test_groups_without_members_are_deleted_with_their_offsets(tmp_path):
         )
         assert (gone.error_code, gone.topics[0].partitions[0].error_code) == (0, 0)
         assert await committed(client, "other") == {}
+
+
+async def test_a_topics_description_has_its_groups(tmp_path):
+    async with a_broker(tmp_path) as (broker, _, listening), raw(listening) as client:
+        topic = await a_topic(broker)
+        await topic.subscribe("s", SubscriptionKind.SHARED, "c", (), "earliest")
+        assert await commit(client, 4) == 0
+        view = await broker.views._whole(topic)
+        shown = {(one.name, one.type, one.cursor, one.lag) for one in view.subscriptions}
+        assert shown == {("s", "shared", 0, 10), ("g", "kafka", 4, 6)}
+        assert view.subscriptions_total == 2
