@@ -28,6 +28,8 @@ from typing import Final
 from ister.base import failpoints
 from ister.base.clock import Clock
 from ister.base.metrics import Metrics
+from ister.base.model import TopicName
+from ister.bucket.catalog import Catalog
 from ister.bucket.listing import list_objects
 from ister.bucket.names import (
     ObjectName,
@@ -156,7 +158,9 @@ def _is_held(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: 
         return start is not None and start < owned.tiered
     at = max(name.start, owned.record.expired_before)
     for described, _ in owned.catalog.descriptors(at, name.end):
-        if described.start > at or not _is_there(owned, store, there, described.object_id):
+        if described.start > at or not is_there(
+            store, owned.catalog.keys.topic, there, described.object_id
+        ):
             return False
         at = max(at, described.end)
     return at >= name.end
@@ -168,23 +172,18 @@ def _is_successor_lost(
     """Whether the bucket lacks an object that has messages of this one, which it has replaced."""
     name = parse_object_id(object_id)
     return name is not None and any(
-        not _is_there(owned, store, there, described.object_id)
+        not is_there(store, owned.catalog.keys.topic, there, described.object_id)
         for described, _ in owned.catalog.descriptors(name.start, name.end)
     )
 
 
-def _is_there(owned: OwnedTopic, store: ObjectStore, there: set[str], object_id: str) -> bool:
+def is_there(store: ObjectStore, topic: TopicName, there: set[str], object_id: str) -> bool:
     """Whether a named object is in the bucket; `there` are those of the topic that were listed."""
-    if object_id in there:
-        return True
-    if parse_run_id(object_id) is None:
-        return False
-    try:
-        store.stat(whole_object_key(owned.catalog.keys.topic, object_id))
-    except NotFoundError:
-        return False
-    there.add(object_id)
-    return True
+    if object_id not in there and parse_run_id(object_id) is not None:
+        with suppress(NotFoundError):
+            store.stat(whole_object_key(topic, object_id))
+            there.add(object_id)
+    return object_id in there
 
 
 def _retired(owned: OwnedTopic, now: int) -> set[str]:
@@ -299,25 +298,42 @@ def sweep_staging(
     keys = owned.catalog.keys
     now = clock.now_ns() / 1e9
     grace_seconds = at_least(grace_seconds)
+    left = find_stale_staging(owned.catalog, objects, now=now, grace_seconds=grace_seconds)
+    if not dry_run:
+        for found in owned.catalog.store.range(keys.writer(JOB_PREFIX)):
+            if now - decode_writer(found.value, key=found.key).updated_at > grace_seconds:
+                owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
+        for info in left:
+            owned.check()
+            objects.delete(info.key)
+            failpoints.reach("tier.after_delete_object")
+    return [info.key for info in left]
+
+
+def find_stale_staging(
+    catalog: Catalog, objects: ObjectStore, *, now: float, grace_seconds: float
+) -> list[ObjectInfo]:
+    """The staged files of a topic that are old, and that no unfinished batch needs.
+
+    The batch of an old job needs none: it is done, or its job was killed during its commit, and it
+    is never asked for again.
+
+    Raises:
+        CorruptDataError: A writer's record or manifest cannot be read.
+    """
+    keys = catalog.keys
     needed: set[str] = set()
-    for found in owned.catalog.store.range(keys.writer("")):
+    for found in catalog.store.range(keys.writer("")):
         record = decode_writer(found.value, key=found.key)
         is_job = found.key.startswith(keys.writer(JOB_PREFIX))
-        if is_job and now - record.updated_at > grace_seconds:
-            # Done, or killed during its commit: the batch is never asked for again.
-            if not dry_run:
-                owned.transact([RevisionIs(found.key, found.revision)], [Delete(found.key)])
-        elif not record.is_done:
+        if not record.is_done and not (is_job and now - record.updated_at > grace_seconds):
             needed.add(record.manifest)
             with suppress(NotFoundError):
                 needed.update(file.key for file in read_files(objects, record))
-    removed: list[str] = []
-    for info in list(objects.list(staging_prefix(keys.topic))):
-        is_old = info.modified_at is not None and now - info.modified_at > grace_seconds
-        if is_old and info.key not in needed:
-            removed.append(info.key)
-            if not dry_run:
-                owned.check()
-                objects.delete(info.key)
-                failpoints.reach("tier.after_delete_object")
-    return removed
+    return [
+        info
+        for info in list(objects.list(staging_prefix(keys.topic)))
+        if info.modified_at is not None
+        and now - info.modified_at > grace_seconds
+        and info.key not in needed
+    ]

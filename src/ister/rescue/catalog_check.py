@@ -27,9 +27,8 @@ from ister.bucket.names import (
     object_id_of,
     parse_object_id,
     parse_pending_epoch,
-    staging_prefix,
 )
-from ister.bucket.writer_files import read_files
+from ister.bucket.orphans import find_stale_staging
 from ister.errors import CorruptDataError, NotFoundError, UnsupportedVersionError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
 from ister.format.records import (
@@ -38,7 +37,6 @@ from ister.format.records import (
     decode_pointer,
     decode_retired,
     decode_session,
-    decode_writer,
 )
 from ister.metadata.base import KeyValue
 from ister.objectstore.base import ObjectInfo, ObjectStore
@@ -449,7 +447,7 @@ def _list_objects(
             Other(object_id=object_id, size_bytes=info.size, name=name, state=state)
         )
     _find_orphans(survey)
-    _find_staged(survey, catalog, store, now - grace_seconds)
+    _find_staged(survey, catalog, store, now, grace_seconds)
 
 
 def _decode_name(item: KeyValue) -> str | None:
@@ -502,24 +500,14 @@ def _find_orphans(survey: Survey) -> None:
         )
 
 
-def _find_staged(survey: Survey, catalog: Catalog, store: ObjectStore, oldest: float) -> None:
+def _find_staged(
+    survey: Survey, catalog: Catalog, store: ObjectStore, now: float, grace_seconds: float
+) -> None:
     """Finds staged files that no batch needs; all of them are one finding."""
-    needed: set[str] = set()
-    for found in catalog.store.range(catalog.keys.writer("")):
-        try:
-            record = decode_writer(found.value, key=found.key)
-            if not record.is_done:
-                needed.add(record.manifest)
-                needed.update(file.key for file in read_files(store, record))
-        except NotFoundError:
-            continue
-        except CorruptDataError:
-            return  # unknown which files are needed
-    left = [
-        info
-        for info in store.list(staging_prefix(catalog.keys.topic))
-        if info.modified_at is not None and info.modified_at < oldest and info.key not in needed
-    ]
+    try:
+        left = find_stale_staging(catalog, store, now=now, grace_seconds=grace_seconds)
+    except CorruptDataError:
+        return  # unknown which files are needed
     if left:
         survey.find(
             "staged",

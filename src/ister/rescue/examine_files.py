@@ -364,7 +364,7 @@ class _TopicWalk:
             if seq in firsts:
                 continue
             try:
-                with closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
+                with self._directory.open_log(seq) as file:
                     frame = read_frame(file.read_at, 0)
             except NotFoundError:
                 continue
@@ -452,7 +452,6 @@ class _FileWalk:
         reached = entry.next_offset or 0
         if promised is None or reached >= promised:
             return
-        what = "the log was durable" if self._is_last else "the next file begins"
         what = "the log was durable up to" if self._is_last else "the next file begins at"
         reason = f"the frames end here, {what} offset {promised}"
         entry.note(reason, (entry.bytes, entry.bytes), reached, promised)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -268,7 +268,7 @@ class _FileWalk:
         """The offset after the last frame that may have been here."""
         self._codec: Codec | None = None
         self._identity = b""
-        with closing(directory.fs.open_read(directory.log_path(seq))) as file:
+        with directory.open_log(seq) as file:
             self._first = find_first_offset(file, hint)
             self._walk(file)
 

@@ -164,11 +164,7 @@ def missing_field(form: AvroForm, names: Sequence[str]) -> str | None:
 
 
 def check_framing(framing: str, schema_id: int | None) -> None:
-    """Checks a framing and its schema id.
-
-    Raises:
-        InvalidRequestError: One is invalid, or they contradict each other.
-    """
+    """Checks a framing and its schema id."""
     if framing not in ("plain", "confluent"):
         raise InvalidRequestError(f"unknown framing {framing!r}", hint="plain or confluent")
     if schema_id is None:
@@ -364,11 +360,7 @@ class AvroDecoder:
         self.spark = StructType([StructField(VALUE, form.spark), StructField(REASON, StringType())])
 
     def decode(self, bodies: pa.Array, *context: pa.Array) -> pa.Array:
-        """Decodes a batch. A null stays a null, without a reason.
-
-        Raises:
-            CorruptDataError: A body does not parse, and `fails` is set.
-        """
+        """Decodes a batch. A null stays a null, without a reason."""
         reasons: list[str | None] = [None] * len(bodies)
 
         def refuse(row: int, error: Exception) -> None:
@@ -453,11 +445,7 @@ class AvroEncoder:
         self._counted = pa.struct([form.counted.field(name) for name in names])
 
     def encode(self, rows: pa.Array) -> pa.Array:
-        """Encodes a batch of structs.
-
-        Raises:
-            InvalidRequestError: A value does not fit its field.
-        """
+        """Encodes a batch of structs."""
         from fastavro import schemaless_writer  # noqa: PLC0415 - in a task, where it is needed
 
         unpair = _unpairing(self._counted)

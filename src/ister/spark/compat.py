@@ -146,9 +146,6 @@ def require_spark(version: str, what: str, *, is_met: bool) -> None:
         version: The first version that has the feature.
         what: The feature, as the subject of a sentence.
         is_met: Whether this version has it.
-
-    Raises:
-        UnsupportedOperationError: This version lacks the feature.
     """
     if not is_met:
         raise UnsupportedOperationError(
@@ -176,11 +173,7 @@ _ARROW: Final[dict[type[DataType], pa.DataType]] = {
 
 
 def arrow_type_of(kind: DataType) -> pa.DataType:
-    """Returns the Arrow type in which Spark exchanges a Spark type; timestamps are in UTC.
-
-    Raises:
-        UnsupportedOperationError: Neither messages nor Avro have this type.
-    """
+    """Returns the Arrow type in which Spark exchanges a Spark type; timestamps are in UTC."""
     if isinstance(kind, DecimalType):
         return pa.decimal128(kind.precision, kind.scale)
     if isinstance(kind, ArrayType):

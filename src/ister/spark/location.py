@@ -79,23 +79,14 @@ class LogLocation:
 
 
 def find_place(config: str | None, brokers: tuple[str, ...] = ()) -> LogLocation:
-    """Returns the place that options name. Called on the driver.
-
-    Raises:
-        ConfigError: The settings are invalid, or only one process could use them.
-        UnavailableError: Only brokers are given, and none responds.
-    """
+    """Returns the place that options name. Called on the driver."""
     if config is not None:
         return place_of(load_config(config), brokers)
     return place_of(load_config(retry_unavailable(lambda: _ask_storage(brokers))), brokers)
 
 
 def place_of(config: Config, brokers: tuple[str, ...] = ()) -> LogLocation:
-    """Returns the place that settings name.
-
-    Raises:
-        ConfigError: Only one process could use them.
-    """
+    """Returns the place that settings name."""
     _check_shared(config)
     return LogLocation(_absolute(config), brokers)
 

@@ -90,10 +90,6 @@ class Head(TopicHead):
         Args:
             end: Where the read ends; anything but an offset means all messages.
             remedy: What else can be done about it, for the error.
-
-        Raises:
-            WaitsForDiskError: Messages before `end` may be on the disk of a node that is not
-                running.
         """
         error = self.cut_error
         if error is not None and not (isinstance(end, int) and end <= self.end):

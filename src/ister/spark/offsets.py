@@ -183,12 +183,7 @@ class StreamOffset:
 
     @classmethod
     def from_json_text(cls, text: str) -> Self:
-        """Reads the text of an offset.
-
-        Raises:
-            UnsupportedVersionError: Another version of Ister wrote the checkpoint.
-            InvalidRequestError: The checkpoint is not one of this source.
-        """
+        """Reads the text of an offset."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:

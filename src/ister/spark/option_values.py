@@ -88,11 +88,7 @@ class ByTopic(Generic[_Value]):
             yield partition_name(topic, number)
 
     def check_named(self, option: str, topics: Collection[str]) -> None:
-        """Checks that JSON names no other topics than the option `topic`, if that is given.
-
-        Raises:
-            InvalidRequestError: It does.
-        """
+        """Checks that JSON names no other topics than the option `topic`, if that is given."""
         for topic in (*self.by_topic, *(name for name, _ in self.by_partition)):
             # The name of a partitioned topic stands for its partitions.
             if topics and topic not in topics and base_of_partition(topic) not in topics:
@@ -103,11 +99,7 @@ class ByTopic(Generic[_Value]):
                 )
 
     def check_known(self, option: str, topics: Iterable[str]) -> None:
-        """Checks that all named topics and partitions were found.
-
-        Raises:
-            InvalidRequestError: One was not found.
-        """
+        """Checks that all named topics and partitions were found."""
         found = set(topics)
         known = found | {base for topic in found if (base := base_of_partition(topic)) is not None}
         missing = [topic for topic in self.by_topic if topic not in known]

@@ -253,12 +253,7 @@ class ReadOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, is_streaming: bool) -> Self:
-        """Checks the options of a read, as Spark passes them: text, with names in any case.
-
-        Raises:
-            InvalidRequestError: An option is unknown, missing, misplaced or invalid.
-            TopicNameError: `topic`, or JSON of offsets, has an invalid topic name.
-        """
+        """Checks the options of a read, as Spark passes them: text, with names in any case."""
         given = _Given(options, _READ, is_streaming=is_streaming)
         values, topics = given.values, given.values.get("topics", ())
         given.check_one_of("topics", "topic_pattern", "assigned")
@@ -339,11 +334,7 @@ class ReadOptions:
         return self.ending_times.find(topic) if given is None else given
 
     def check_topics(self, topics: Collection[str]) -> None:
-        """Checks that the topics for which there are offsets or times were found.
-
-        Raises:
-            InvalidRequestError: One was not.
-        """
+        """Checks that the topics for which there are offsets or times were found."""
         self.starting_offsets.check_known("startingOffsets", topics)
         self.ending_offsets.check_known("endingOffsets", topics)
         self.starting_times.check_known("startingOffsetsByTimestamp", topics)
@@ -382,10 +373,6 @@ class WriteOptions:
         """Checks the options of a write, as Spark passes them: text, with names in any case.
 
         Options that Spark itself adds for a streaming query are ignored.
-
-        Raises:
-            InvalidRequestError: An option is unknown, missing, misplaced or invalid.
-            TopicNameError: `topic` is an invalid topic name.
         """
         given = _Given(options, _WRITE, is_streaming=is_streaming)
         topics = given.values.pop("topics", (None,))

@@ -77,12 +77,7 @@ class Owner:
 
 
 def find_owner(place: LogLocation, topic: str) -> Owner:
-    """Finds the addresses that may have a topic.
-
-    Raises:
-        UnavailableError: The metadata store does not answer, or the owner has no address at the
-            moment.
-    """
+    """Finds the addresses of a topic; UnavailableError if its owner has none just now."""
     try:
         node, found = _find(place, topic)
     except NotFoundError:
@@ -108,12 +103,7 @@ def ask(place: LogLocation, topic: str, call: Callable[[FlightClient], _Answer])
 
 
 def ask_any(place: LogLocation, call: Callable[[FlightClient], _Answer]) -> _Answer:
-    """Calls any broker: one that options name, or one that is up.
-
-    Raises:
-        UnavailableError: No broker answers, or none is known.
-        As `call`.
-    """
+    """Calls any broker: one that options name, or one that is up."""
     try:
         found = [member.flight_url for member in _listening(_read_members(place).values())]
     except NotFoundError:
@@ -149,20 +139,12 @@ def ask_first(
 
 
 def connect(place: LogLocation, topic: str) -> FlightClient:
-    """Returns the client of the broker that has a topic, after a first call succeeded.
-
-    Raises:
-        As `ask`.
-    """
+    """Returns the client of the broker that has a topic, after a first call succeeded."""
     return ask(place, topic, lambda client: check_has(client, topic))
 
 
 def check_has(client: FlightClient, topic: str) -> FlightClient:
-    """Returns the client if its broker has a topic.
-
-    Raises:
-        As `FlightClient.watermarks`.
-    """
+    """Returns the client if its broker has a topic."""
     client.watermarks([topic])
     return client
 
@@ -170,11 +152,7 @@ def check_has(client: FlightClient, topic: str) -> FlightClient:
 def read_watermarks(
     place: LogLocation, topics: Iterable[str]
 ) -> tuple[dict[str, TopicStatus], dict[str, IsterError]]:
-    """Reads the watermarks of many topics, with one call per broker; returns errors by topic.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Reads the watermarks of many topics, with one call per broker; returns errors by topic."""
     root = place.config.storage.metadata.root_prefix
     owners = read_owners(place.history().metadata, root)
     asked, errors = ask_members(place, {topic: owners.get(topic, "") for topic in topics})
@@ -252,11 +230,7 @@ def _watermarks_at(
 
 
 def group_by_owner(place: LogLocation, topics: Iterable[str]) -> list[list[str]]:
-    """Groups topics by the node that has them open; those that nobody has open are one group.
-
-    Raises:
-        UnavailableError: The metadata store does not answer.
-    """
+    """Groups topics by the node that has them open; those that nobody has open are one group."""
     root = place.config.storage.metadata.root_prefix
     try:
         owners = read_owners(place.history().metadata, root)

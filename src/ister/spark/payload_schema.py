@@ -137,11 +137,7 @@ def _json_type(text: str) -> StructType:
 
 
 def struct_of(schema: Mapping[str, object]) -> StructType:
-    """Returns the Spark type of a JSON Schema's objects.
-
-    Raises:
-        InvalidRequestError: It is not the schema of an object with properties, or too deep.
-    """
+    """Returns the Spark type of a JSON Schema's objects."""
     try:
         return _struct(columns_of(schema, taken=frozenset()))
     except RecursionError as error:

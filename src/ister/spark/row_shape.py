@@ -128,12 +128,7 @@ class RowShape:
 
 
 def parser_of(schema: StructType) -> JsonParser:
-    """Returns what parses JSON payloads to a Spark struct.
-
-    Raises:
-        InvalidRequestError: A field has an unsupported type, is NOT NULL, or occurs twice; or the
-            schema is too deep, or has names or sizes that no column has.
-    """
+    """Returns what parses JSON payloads to a Spark struct."""
     try:
         return JsonParser(_members_of(schema, ""))
     except (ValueError, RecursionError) as error:

@@ -89,9 +89,6 @@ def find_partitions(place: LogLocation, topic: str | None) -> dict[str, list[str
     """Returns the partitions of a topic, or of all topics if it is None, by topic, in order.
 
     Called on the driver.
-
-    Raises:
-        UnavailableError: No broker responds, or the metadata store does not.
     """
     history = place.history()
     try:
@@ -228,10 +225,6 @@ def check_staged(topic: str, rows: pa.RecordBatch, *, payload_bytes_max: int) ->
     """Checks in a task that rows can become messages.
 
     In the commit it would be too late: other rows of the batch might be in the topic already.
-
-    Raises:
-        InvalidRequestError: A value is invalid for a message.
-        MessageTooLargeError: A row is too large.
     """
     # The topic's own codec may lack fields; that is checked before the first append.
     check_rows(rows, topic=topic, codec=Codec.BINCODE2, payload_bytes_max=payload_bytes_max)
@@ -246,9 +239,6 @@ def check_parts(
         parts: Topics and their rows.
         rows: All of these rows, in any order.
         payload_bytes_max: The size limit of a payload.
-
-    Raises:
-        As `check_staged`; names the topic.
     """
     if not parts:
         return

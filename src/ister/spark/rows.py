@@ -84,13 +84,7 @@ def row_schema(columns: Sequence[str] | None) -> StructType:
 def read_schema(
     options: ReadOptions, payload: DataType | str | None, comment: str | None = None
 ) -> StructType | str:
-    """Returns the schema of a read for which the user gave none; as DDL if the payload's type is.
-
-    Args:
-        options: Name the columns.
-        payload: The type of the payload; None for binary.
-        comment: The comment of each column.
-    """
+    """Returns the schema of a read without a schema of the user's; DDL if the payload is."""
     fields = row_schema(options.all_columns).fields
     if isinstance(payload, str):
         suffix = "" if comment is None else f" COMMENT {_quoted(comment)}"
@@ -113,12 +107,7 @@ def _quoted(text: str) -> str:
 
 
 def check_read_schema(schema: StructType, options: ReadOptions) -> None:
-    """Checks a user's schema.
-
-    Raises:
-        InvalidRequestError: A column does not exist or has another type, or the schema
-            contradicts the options.
-    """
+    """Checks a user's schema."""
     names: list[str] = []
     for field in schema.fields:
         wanted = _TYPES.get(field.name)
@@ -182,11 +171,7 @@ def _is_same(given: DataType, wanted: DataType) -> bool:
 
 
 def check_write_schema(schema: StructType, *, needs_topic: bool) -> None:
-    """Checks that rows can become messages, before anything is written.
-
-    Raises:
-        InvalidRequestError: A column is missing, unknown, or of another type.
-    """
+    """Checks that rows can become messages, before anything is written."""
     for field in schema.fields:
         allowed = _WRITABLE.get(field.name)
         if allowed is None:
@@ -232,9 +217,6 @@ def to_staged(batch: pa.RecordBatch, producer_name: str | None) -> pa.RecordBatc
 
     A row with a routing key and without a payload becomes a tombstone: a message with an empty
     payload, which ends its key when a topic is compacted to the latest message of each key.
-
-    Raises:
-        InvalidRequestError: A value does not fit, or a row has neither payload nor routing key.
     """
     columns: list[pa.Array] = []
     for name in STAGED_COLUMNS:

@@ -463,10 +463,6 @@ def _hold_cursors(place: LogLocation, subscription: str, progress: StreamOffset)
 
     It is written only if neither it nor the topic's record has changed since they were read, so
     that a deleted topic gets none.
-
-    Raises:
-        ConflictError: Other processes keep changing it, or it belongs to consumers.
-        UnavailableError: The metadata store does not respond.
     """
     history = place.history()
     store = open_metadata(history.config.storage.metadata, history.clock)

@@ -415,14 +415,8 @@ class Background:
 
     def _begin(self, topic: Topic) -> None:
         """Records a topic's term in the bucket; if that fails, the next sweep tries again."""
-        if topic.bucket is None or topic.wal.damage:
-            return
-        try:
-            topic.bucket.uploads.begin_term()
-        except ClosedError:
-            return
-        except IsterError as error:
-            _log.warning("term not recorded", extra={"topic": topic.name, "error": str(error)})
+        if topic.bucket is not None and not topic.wal.damage:
+            _attempt(topic, "term not recorded", topic.bucket.uploads.begin_term)
 
     # -- marks of idle topics ---------------------------------------------------------------
 
@@ -468,24 +462,22 @@ class Background:
 
     def _check(self, topic: Topic) -> None:
         """Uploads lost objects of a newly opened topic again while local files still have them."""
-        if topic.bucket is None:
-            return
-        try:
-            topic.bucket.check_recent()
-        except ClosedError:
-            return  # the log is being closed
-        except IsterError as error:
-            _log.warning("objects not checked", extra={"topic": topic.name, "error": str(error)})
+        if topic.bucket is not None:
+            _attempt(topic, "objects not checked", topic.bucket.check_recent)
 
     def _collect(self, topic: Topic) -> None:
-        if topic.bucket is None:
-            return
-        try:
-            topic.bucket.retention.collect_orphans()
-        except ClosedError:
-            return
-        except IsterError as error:
-            _log.warning("orphans", extra={"topic": topic.name, "error": str(error)})
+        if topic.bucket is not None:
+            _attempt(topic, "orphans", topic.bucket.retention.collect_orphans)
+
+
+def _attempt(topic: Topic, what: str, work: Callable[[], object]) -> None:
+    """Does what the next turn does again if it fails."""
+    try:
+        work()
+    except ClosedError:
+        return  # the log is being closed
+    except IsterError as error:
+        _log.warning(what, extra={"topic": topic.name, "error": str(error)})
 
 
 class _Watcher:

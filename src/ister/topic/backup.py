@@ -38,15 +38,14 @@ from ister.config import CloudBackend, Config, MetadataBackend, StorageMode
 from ister.errors import (
     AlreadyExistsError,
     InvalidRequestError,
-    IsterError,
     NotFoundError,
-    TopicNameError,
     UnavailableError,
 )
 from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.fs.whole_files import read_file, write_file
 from ister.objectstore.base import ObjectStore
+from ister.topic.directories import list_directories
 from ister.topic.heads import read_local
 from ister.topic.node import INSTANCES_NAME, NODE_NAME, read_node_id
 from ister.topic.node_clock import CLOCK_NAME
@@ -201,12 +200,8 @@ class _Backup:
                     _check_objects(then, now, store)
 
     def _copied_topics(self) -> Iterator[str]:
-        root = f"{self._partial}/wal"
         if self._root is not None:
-            for namespace in self._fs.list_directory(root):
-                if not namespace.startswith("."):
-                    for topic in self._fs.list_directory(f"{root}/{namespace}"):
-                        yield f"/{namespace}/{topic}"
+            yield from map(str, list_directories(self._fs, f"{self._partial}/wal"))
 
     def _check_term(self, then: Catalog, store: ObjectStore | None) -> None:
         """Makes sure that no copied file or object has a later owner than the copied record."""
@@ -237,19 +232,12 @@ class _Backup:
         fs, report, target = self._fs, self._report, f"{self._partial}/wal"
         report.topics = report.file_bytes = 0
         fs.make_directories(target)
-        for namespace in fs.list_directory(root):
-            try:
-                topics = fs.list_directory(f"{root}/{namespace}")
-            except IsterError:
-                continue  # one of the log's own files
-            for topic in topics:
-                with suppress(TopicNameError):
-                    path = TopicName.parse(f"/{namespace}/{topic}")
-                    self._copy_topic(f"{root}{path}", f"{target}{path}")
+        for name in list_directories(fs, root):
+            self._copy_topic(f"{root}{name}", f"{target}{name}")
         # After the metadata, which therefore names the same process or an earlier one.
-        for name in (NODE_NAME, INSTANCES_NAME, CLOCK_NAME):
+        for file in (NODE_NAME, INSTANCES_NAME, CLOCK_NAME):
             with suppress(NotFoundError):
-                write_file(fs, f"{target}/{name}", read_file(fs, f"{root}/{name}", MIB))
+                write_file(fs, f"{target}/{file}", read_file(fs, f"{root}/{file}", MIB))
         fs.sync_directory(target)
 
     def _copy_topic(self, source: str, target: str) -> None:

@@ -147,7 +147,7 @@ def _check_of(producer: str) -> int:
     return int.from_bytes(digest[:4], "little") & _CHECK_MASK
 
 
-def _epoch_in(producer_id: int, producer: str) -> int | None:
+def epoch_in(producer_id: int, producer: str) -> int | None:
     """The epoch in an id; None if it is not this producer's."""
     if not is_sequenced(producer_id) or producer_id & _CHECK_MASK != _check_of(producer):
         return None
@@ -555,7 +555,7 @@ class SequencedTopic:
             ends: dict[str, int] = {}
             for found in _scan(self.topic, start, end, gaps):
                 name = found.producer_name
-                epoch = _epoch_in(found.producer_id, name)
+                epoch = epoch_in(found.producer_id, name)
                 if epoch is None:
                     continue
                 if gaps:

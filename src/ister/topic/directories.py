@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -166,6 +167,20 @@ class TopicDirectories:
                 listed = []
             names = self._folded[parent] = {one.casefold(): one for one in listed}
         return names.get(child.casefold(), child)
+
+
+def list_directories(fs: FileSystem, root: str) -> Iterator[TopicName]:
+    """The topics that have something below `root`, without what was set aside or is being removed.
+
+    Beside the namespaces are files of the log, whose names begin with a dot, and stray ones.
+    """
+    for namespace in fs.list_directory(root):
+        if namespace.startswith("."):
+            continue
+        with suppress(IsterError):  # a file
+            for topic in fs.list_directory(f"{root}/{namespace}"):
+                with suppress(TopicNameError):
+                    yield TopicName.parse(f"/{namespace}/{topic}")
 
 
 def remove_directory(fs: FileSystem, path: str) -> None:

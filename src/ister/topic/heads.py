@@ -141,15 +141,12 @@ def _read_end(directory: WalDirectory, state: WalState | None, seqs: list[int]) 
     """The offset after the last whole message; None if damage comes before it."""
     for seq in reversed(seqs):
         is_known = state is not None and state.checkpoint.file_seq == seq
-        handle = directory.fs.open_read(directory.log_path(seq))
-        try:
+        with directory.open_log(seq) as file:
             scan = scan_file(
-                handle,
+                file,
                 position=state.synced_position if is_known and state is not None else 0,
                 expected_offset=state.synced if is_known and state is not None else None,
             )
-        finally:
-            handle.close()
         if isinstance(scan.stop, Corrupt):
             return None
         if scan.next_offset is not None:

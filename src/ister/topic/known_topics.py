@@ -7,34 +7,15 @@ record, or a directory was made before there was a bucket.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Final
 
 from ister.base.model import TopicName
 from ister.base.partitions import base_of_partition, partition_name
 from ister.bucket.catalog import list_partitions
 from ister.bucket.directory import list_records
-from ister.errors import AlreadyExistsError, IsterError, TopicNameError
+from ister.errors import AlreadyExistsError
 from ister.fs.base import FileSystem
-from ister.topic.directories import TopicDirectories
-from ister.topic.disk import RESERVE_NAME
-from ister.topic.heads import HEADS_NAME
-from ister.topic.node import INSTANCES_NAME, NODE_NAME
-from ister.topic.node_clock import CLOCK_NAME
+from ister.topic.directories import TopicDirectories, list_directories
 from ister.topic.stores import Stores
-from ister.wal.directory import LOCK_NAME
-
-RATES_NAME: Final = ".rates"
-"""Charts of an earlier broker; not read."""
-_OWN_FILES: Final = (
-    LOCK_NAME,
-    NODE_NAME,
-    INSTANCES_NAME,
-    RESERVE_NAME,
-    CLOCK_NAME,
-    RATES_NAME,
-    HEADS_NAME,
-)
-"""Beside the namespaces in a log's directory."""
 
 
 class KnownTopics:
@@ -57,21 +38,13 @@ class KnownTopics:
     def add_names(self, names: set[str]) -> list[str]:
         """All topics, sorted: `names` (the open ones) and those that are not open."""
         if self._directories is not None:
-            root = self._directories.root
-            for namespace in self._fs.list_directory(root):
-                if namespace in _OWN_FILES:
-                    continue
-                try:
-                    found = self._fs.list_directory(f"{root}/{namespace}")
-                except IsterError:
-                    continue  # a stray file beside the namespaces
-                names.update(f"/{namespace}/{topic}" for topic in found)
+            names.update(map(str, list_directories(self._fs, self._directories.root)))
         if self._stores is not None:
             prefix = self._stores.storage.metadata.root_prefix
             for name, exists in list_records(self._stores.metadata, prefix).items():
                 # Files of a topic that is being deleted, or was, are on their way out.
                 (names.add if exists else names.discard)(name)
-        return sorted(name for name in names if _is_topic_name(name))
+        return sorted(names)
 
     def exists(self, name: TopicName) -> bool:
         """Whether there is a topic of this name, which may be a partition."""
@@ -115,11 +88,3 @@ class KnownTopics:
 
 def _partition(name: TopicName, number: int) -> TopicName:
     return TopicName(namespace=name.namespace, topic=partition_name(name.topic, number))
-
-
-def _is_topic_name(name: str) -> bool:
-    try:
-        TopicName.parse(name)
-    except TopicNameError:
-        return False
-    return True

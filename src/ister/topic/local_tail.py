@@ -3,8 +3,7 @@
     wal.ckpt ─► snapshot: files and the durable watermark ─► frames below it
 
 Owns: one open file at a time. Does not own: the directory, its lock, anything in it; nothing is
-written here but `uploader.ckpt`, for a topic that no process has open. Used by Spark's drivers and
-executors on the machine that has the files.
+written here. Used by Spark's drivers and executors on the machine that has the files.
 
 Only files of the node that the topic's record names last are the topic's, and only those of its
 incarnation: others may hold other messages under the same offsets.
@@ -32,7 +31,6 @@ from ister.errors import (
     OffsetOutOfRangeError,
     UnavailableError,
 )
-from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.frame import FrameBatch
 from ister.format.records import TopicRecord
 from ister.fs.base import FileSystem
@@ -193,26 +191,6 @@ class LocalTail:
         """
         snapshot = self.snapshot()
         return None if snapshot is None else (self._reader(snapshot, chunk_bytes), snapshot)
-
-    def place_of(self, offset: int) -> tuple[int, int] | None:
-        """Where the frames before `offset` end: the number of the file, and the byte in it.
-
-        Raises:
-            OffsetOutOfRangeError: They have been trimmed.
-            CorruptDataError: A frame on the way is damaged.
-        """
-        opened = self.source(chunk_bytes=64 * KIB)
-        if opened is None:
-            return None
-        try:
-            return opened[0].place_of(offset)
-        finally:
-            opened[0].close()
-
-    def save_uploader(self, checkpoint: UploaderCheckpoint) -> None:
-        """Saves the uploader's checkpoint, a hint, for a topic that no process has open."""
-        if self.snapshot() is not None:
-            self._directory.save_uploader(checkpoint)
 
     def sync_term(self, record: TopicRecord) -> bool:
         """Whether the checkpoint is of the owner that `record` names; durable on return."""

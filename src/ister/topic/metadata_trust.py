@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -31,7 +32,8 @@ from ister.base.model import AckLevel, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.directory import list_records
 from ister.bucket.express import ExpressRuns, find_runs
-from ister.bucket.names import ObjectName, TopicKeys, object_id_of, object_key, parse_object_id
+from ister.bucket.names import ObjectName, TopicKeys, object_id_of, parse_object_id
+from ister.bucket.orphans import is_there
 from ister.bucket.terms import (
     ForgottenRuns,
     Term,
@@ -42,7 +44,7 @@ from ister.bucket.terms import (
 )
 from ister.bucket.trust import Trust
 from ister.errors import ConflictError, CorruptDataError, IsterError, NotFoundError
-from ister.format.descriptor import ObjectDescriptor, parse_run_id
+from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import Lineage, TopicRecord, encode_topic
 from ister.fs.base import FileSystem
 from ister.fs.local import LocalFileSystem
@@ -50,6 +52,7 @@ from ister.metadata.base import Absent, Compare, Delete, MetadataStore, Operatio
 from ister.objectstore.base import ObjectInfo, ObjectStore
 from ister.objectstore.slices import with_slices
 from ister.rescue.rebuild import extend_catalog, find_topics, rebuild_catalog, rebuild_topic
+from ister.topic.directories import list_directories
 from ister.topic.heads import read_local
 from ister.topic.node import read_node_id
 from ister.wal.directory import WalDirectory
@@ -179,24 +182,9 @@ class MetadataTrust:
         records = list_records(self._metadata, self._root)
         names.update(TopicName.parse(name) for name, exists in records.items() if exists)
         if self._wal_root is not None:
-            for path in self._directories():
-                names.add(TopicName.parse(path))
+            with suppress(NotFoundError):
+                names.update(list_directories(self._fs, self._wal_root))
         return sorted(names, key=str)
-
-    def _directories(self) -> Iterable[str]:
-        root = self._wal_root or ""
-        try:
-            namespaces = self._fs.list_directory(root)
-        except NotFoundError:
-            return
-        for namespace in namespaces:
-            if namespace.startswith("."):
-                continue
-            try:
-                found = self._fs.list_directory(f"{root}/{namespace}")
-            except IsterError:
-                continue
-            yield from (f"/{namespace}/{topic}" for topic in found if "." not in topic)
 
     def check(self, name: TopicName) -> TopicTrust:
         """Compares what the stores have of a topic."""
@@ -348,7 +336,7 @@ class MetadataTrust:
             found.terms.append(Term(epoch, ""))
         for described, _ in catalog.descriptors():
             row.catalog_end = described.end
-            if not self._is_there(name, described.object_id, there):
+            if not is_there(self._objects, name, there, described.object_id):
                 row.missing.append((described.start, described.end))
         row.bucket_end = max(row.bucket_end, row.catalog_end if not row.missing else 0)
 
@@ -360,17 +348,6 @@ class MetadataTrust:
             if record is not None and (its := process_of_claim(record.node, term.claim)):
                 processes.add(its)
         return processes
-
-    def _is_there(self, name: TopicName, object_id: str, there: set[str]) -> bool:
-        if object_id in there:
-            return True
-        if parse_run_id(object_id) is None:
-            return False
-        try:
-            self._objects.stat(object_key(name, object_id))
-        except NotFoundError:
-            return False
-        return True
 
     def _newest(self, found: _Found) -> TopicRecord:
         """The record of the newest owner, with an epoch above all others.

@@ -38,6 +38,7 @@ from ister.fs.base import File
 from ister.fs.local import LocalFileSystem
 from ister.metadata.base import MetadataStore
 from ister.topic.describe import SubscriptionView, TopicView, UploadLag, describe_descriptor
+from ister.topic.directories import list_directories
 from ister.topic.node import read_node_id
 from ister.topic.stores import open_metadata
 from ister.wal.directory import WalDirectory, format_log_name
@@ -350,24 +351,18 @@ def _read_files(directory: WalDirectory, state: WalState | None) -> list[LogFile
     files: list[LogFile] = []
     seqs = directory.log_seqs()
     for seq in seqs:
-        try:
-            handle = directory.fs.open_read(directory.log_path(seq))
-        except NotFoundError:
-            continue  # trimmed since the directory was read
-        try:
+        # A file that is gone was trimmed since the directory was read.
+        with suppress(NotFoundError), directory.open_log(seq) as handle:
             first = _first_offset(handle, seq, state)
+            is_last = seq == seqs[-1]
             files.append(
                 LogFile(
                     name=format_log_name(seq),
                     first_offset=first,
-                    next_offset=_end_of(directory, handle, seq, first, state)
-                    if seq == seqs[-1]
-                    else None,
+                    next_offset=_end_of(directory, handle, seq, first, state) if is_last else None,
                     bytes=handle.size(),
                 )
             )
-        finally:
-            handle.close()
     for file, following in pairwise(files):
         file.next_offset = following.first_offset
     return files
@@ -375,13 +370,8 @@ def _read_files(directory: WalDirectory, state: WalState | None) -> list[LogFile
 
 def _first_offset(handle: File, seq: int, state: WalState | None) -> int | None:
     """The first offset of a file, from the checkpoint or its first frame."""
-    if state is not None:
-        checkpoint = state.checkpoint
-        for rotated in checkpoint.rotated_files:
-            if rotated.seq == seq:
-                return rotated.first_offset
-        if checkpoint.file_seq == seq and checkpoint.active_file_first_offset is not None:
-            return checkpoint.active_file_first_offset
+    if state is not None and (known := state.first_offsets().get(seq)) is not None:
+        return known
     frame = read_frame(handle.read_at, 0)
     return frame.offset if frame is not None else None
 
@@ -448,20 +438,10 @@ def _not_found(root: str | None, name: TopicName, catalogued: _Catalogued) -> No
 
 
 def _local_names(root: str | None) -> Iterable[str]:
-    if root is None:
-        return
-    for namespace in _directories(root):
-        for topic in _directories(f"{root}/{namespace}"):
-            # A dot marks directories that were set aside.
-            if "." not in topic:
-                yield f"/{namespace}/{topic}"
-
-
-def _directories(path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return []
-    names = LocalFileSystem().list_directory(path)
-    return [name for name in names if os.path.isdir(f"{path}/{name}")]
+    if root is not None and os.path.isdir(root):
+        for name in list_directories(LocalFileSystem(), root):
+            if os.path.isdir(f"{root}{name}"):
+                yield str(name)
 
 
 def _bytes_from(files: Sequence[LogFile], offset: int) -> int:

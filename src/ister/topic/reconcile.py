@@ -145,15 +145,12 @@ def _local_end(directory: WalDirectory, recovered: Recovered) -> int:
         return 0
     file = recovered.files[-1]
     entry = recovered.index.entries[-1] if recovered.index.entries else None
-    handle = directory.fs.open_read(directory.log_path(file.seq))
-    try:
+    with directory.open_log(file.seq) as handle:
         scan = scan_file(
             handle,
             position=entry.position if entry is not None else 0,
             expected_offset=entry.offset if entry is not None else file.first_offset,
         )
-    finally:
-        handle.close()
     return scan.next_offset if scan.next_offset is not None else file.first_offset
 
 
@@ -174,16 +171,13 @@ def _read_frame(directory: WalDirectory, recovered: Recovered, offset: int) -> b
             ends = [*scan.starts[1:], scan.end]
             found.append(chunk[scan.starts[number] : ends[number]])
 
-    handle = directory.fs.open_read(directory.log_path(file.seq))
-    try:
+    with directory.open_log(file.seq) as handle:
         scan_file(
             handle,
             position=entry.position if entry is not None else 0,
             expected_offset=entry.offset if entry is not None else file.first_offset,
             visit=visit,
         )
-    finally:
-        handle.close()
     return found[0] if found else None
 
 

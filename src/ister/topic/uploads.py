@@ -565,11 +565,7 @@ class TopicUploads:
         self._behind_since = None
         self.upload_error = None
         self._lag_base -= size_bytes
-        self._wal.levels.advance_tiered(min(last.end, self._wal.synced))
-        if self._wal.tiered == self._wal.synced:
-            self._lag_base, self._lag_mark = 0, self._wal.committer.synced_bytes_total
-            self.is_wanted = False
-        self.apply_pressure()
+        self._advance(min(last.end, self._wal.synced))
         source = self.open_files()
         try:
             self._save_checkpoint(last, source.place_of(last.end))

@@ -23,7 +23,7 @@ which counts as none.
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Final
 
 from ister.base import failpoints
@@ -156,6 +156,14 @@ class WalDirectory:
         """The numbers of the log files here, ascending."""
         seqs = (parse_log_name(name) for name in self.fs.list_directory(self.path))
         return sorted(seq for seq in seqs if seq is not None)
+
+    def open_log(self, seq: int) -> closing[File]:
+        """Opens the file number `seq` for reading, until the end of the `with` statement.
+
+        Raises:
+            NotFoundError: It is not there, or was trimmed meanwhile.
+        """
+        return closing(self.fs.open_read(self.log_path(seq)))
 
     def make_log(self, seq: int) -> File:
         """Makes the file number `seq`; its name is durable after `sync_names`."""

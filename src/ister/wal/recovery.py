@@ -230,7 +230,7 @@ class _Recovery:
         """Takes a file without a whole first frame away; without a checkpoint, sets it aside."""
         path = self._directory.log_path(seq)
         fs = self._directory.fs
-        with closing(fs.open_read(path)) as file:
+        with self._directory.open_log(seq) as file:
             is_empty = file.size() == 0
         if is_empty or self._state is not None:
             self._directory.remove_log(seq)
@@ -364,7 +364,7 @@ class _Recovery:
         return scan.next_offset if scan.next_offset is not None else file.first_offset
 
     def _first_frame(self, seq: int) -> Frame | None:
-        with closing(self._directory.fs.open_read(self._directory.log_path(seq))) as file:
+        with self._directory.open_log(seq) as file:
             decoded = decode_frame(file.read_at(0, _FIRST_READ_BYTES))
             if isinstance(decoded, NeedMore) and decoded.size_bytes > _FIRST_READ_BYTES:
                 decoded = decode_frame(file.read_at(0, decoded.size_bytes))
@@ -388,7 +388,7 @@ class _Recovery:
         """Scans a file from its last index entry (not behind `trusted_position`) to its end."""
         index = SparseIndex(self._directory.load_index(file.seq))
         index.saved_count = len(index.entries)
-        with closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+        with self._directory.open_log(file.seq) as handle:
             size = handle.size()
             limit = size if trusted_position is None else min(trusted_position, size)
             index.cut(limit + 1)
@@ -462,7 +462,7 @@ class _Recovery:
         """
         low = (scan.next_offset if scan.next_offset is not None else file.first_offset) + 1
         end = 0
-        with closing(self._directory.fs.open_read(self._directory.log_path(file.seq))) as handle:
+        with self._directory.open_log(file.seq) as handle:
             header = handle.read_at(scan.end, FRAME_HEADER_SIZE)
             explained = scan.end + FRAME_HEADER_SIZE + int.from_bytes(header[8:12], "little")
             position = scan.end + 1
@@ -540,9 +540,7 @@ class _Recovery:
         target = self._directory.fs.create(temporary)
         try:
             copier = _Copier(target, untrusted_from, self._codec)
-            with closing(
-                self._directory.fs.open_read(self._directory.log_path(last.seq))
-            ) as source:
+            with self._directory.open_log(last.seq) as source:
                 scan_file(source, position=0, expected_offset=last.first_offset, visit=copier.visit)
             self._sync_or_poison(target, untrusted_from)
         finally:
@@ -654,7 +652,7 @@ class _Copier:
 def build_index(directory: WalDirectory, file: WalFile, codec: Codec | None) -> SparseIndex:
     """Builds the index of a rotated file that lost its own, by scanning it once, and saves it."""
     builder = _IndexBuilder(SparseIndex(), codec, 0)
-    with closing(directory.fs.open_read(directory.log_path(file.seq))) as handle:
+    with directory.open_log(file.seq) as handle:
         scan = scan_file(handle, position=0, expected_offset=file.first_offset, visit=builder.visit)
     index = builder.index
     if scan.next_offset is not None and scan.is_clean and scan.frames:

@@ -257,6 +257,7 @@ def test_pattern_matches_whole_names():
     assert options.topics == ()
     found = [t for t in (A, B, "/default/ab", "/x/", "/x/y", "x/y") if options.matches(t)]
     assert found == [A, B, "/x/", "/x/y"]
+    assert [name for name in (A, B) if batch().matches(name)] == [A]
 
 
 def test_path_is_another_name_for_config():

@@ -10,6 +10,7 @@ import ister
 from ister.base.clock import SystemClock
 from ister.base.model import COLUMNS
 from ister.bucket.catalog import Catalog
+from ister.bucket.members import member_key
 from ister.cli.main import main
 from ister.client.flight import FlightClient, parse_brokers
 from ister.errors import (
@@ -63,6 +64,11 @@ def place(home):
     """The log, as a machine sees it that has no files."""
     home.append(B, 1, upload=True)
     return find_place(home.remote_config())
+
+
+def leave(log):
+    """Its entry ends."""
+    log.stores.metadata.delete(member_key("/danube", log.stores.membership.node))
 
 
 @contextmanager
@@ -161,6 +167,16 @@ def test_owner_without_an_entry_is_asked_only_at_given_addresses(home, place):
             ask(place, A, FlightClient.topics)
         given = find_place(home.remote_config(), (f"grpc://{server.address}",))
         assert ask(given, A, FlightClient.topics) == [A, B]
+
+
+def test_broker_that_has_lost_its_entry_is_waited_for(home, place):
+    """It is ending, or its lease has ended: no reason to call it something else for good."""
+    with broker(home) as (log, _):
+        log.topic(A, create=True)
+        assert find_owner(place, A).addresses
+        leave(log)
+        with pytest.raises(UnavailableError, match="has lost its lease"):
+            find_owner(place, A)
 
 
 def test_broker_that_starts_is_waited_for(home, place):

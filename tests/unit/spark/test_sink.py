@@ -369,9 +369,8 @@ def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monk
             "broker": server.address,
             "config": home.remote_config(),
             "topic": A,
-            "commitTimeoutSeconds": "0.2",
         }
-        writing = Sink(monkeypatch, options)
+        writing = Sink(monkeypatch, options | {"commitTimeoutSeconds": "0.2"})
         messages = writing.stage(0, PARTS)
         server.close()
         with pytest.raises(UnavailableError):
@@ -379,7 +378,7 @@ def test_broker_that_never_comes_back_ends_the_batch_and_not_its_rows(home, monk
         assert len(home.staged()) == 3, "the commit may have begun"
         with FlightTopics(log, port=server.port):
             location._close_all()
-            writing.run(0, PARTS)
+            Sink(monkeypatch, options).run(0, PARTS)
         assert payloads(log.topic(A).read()) == ROWS
 
 

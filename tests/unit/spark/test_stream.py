@@ -9,6 +9,7 @@ import logging
 import pickle
 import random
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -421,6 +422,32 @@ def test_tail_on_another_machine_without_a_broker_is_refused(home):
         with pytest.raises(InvalidRequestError, match="on another machine") as refused:
             a_reader(home, config=home.remote_config()).initialOffset()
     assert "includeTail=false" in str(refused.value)
+
+
+def test_topic_ends_with_the_bucket_while_the_node_with_its_tail_is_not_running(
+    home, caplog, monkeypatch
+):
+    monkeypatch.setattr(stream, "retry_unavailable", lambda call: call())
+    with home.open() as log:
+        topic = log.topic(A, create=True)
+        publish(topic, 6)
+        topic.upload()
+        publish(topic, 3)
+        node = log.stores.membership.node
+    options = {"config": home.remote_config(), "startingOffsets": "earliest"}
+    reader = a_reader(home, **options)
+    start = reader.initialOffset()
+    end = reader.latestOffset(start, EVERYTHING)
+    assert _read(reader, reader.partitions(start, end)) == list(range(6))
+    [warning] = [r for r in caplog.records if "is not running" in r.message]
+    assert node in warning.getMessage()
+    # A stream that has come further waits, and a batch of it that is repeated fails for now.
+    ahead = StreamOffset.from_dict(end)
+    place = ahead.topics[A]
+    ahead = StreamOffset({A: replace(place, offset=9, start=4)}).to_dict()
+    assert reader.latestOffset(ahead, EVERYTHING) == ahead
+    with pytest.raises(UnavailableError, match=node):
+        reader.partitions(start, ahead)
 
 
 # -- cursors ------------------------------------------------------------------------------------

@@ -1291,6 +1291,26 @@ def test_lapsed_lease_is_no_answer(desk):
     assert contents(log) == rows_of()
 
 
+@pytest.mark.parametrize("first", [1, 2], ids=["begin", "done"])
+def test_store_that_never_answers_is_a_reason_to_ask_again(desk, first):
+    """Goal: what the caller is told is that trying later helps, not that somebody interferes."""
+    log = desk.process()
+    staged = desk.stage_rows(rows_of())
+    seen = itertools.count(1)
+
+    def lose_answer(kind, key):
+        if kind == "transact" and key == KEY and next(seen) >= first:
+            raise CommitUnknownError("the answer was lost")
+
+    desk.metadata.before = lose_answer
+    with pytest.raises(UnavailableError) as caught:
+        log.append_staged(TEXT, staged)
+    assert caught.value.retriable
+    desk.metadata.before = lambda kind, key: None
+    ask(log, desk.stage_rows(shuffled(rows_of())))
+    assert sorted(contents(log)) == rows_of()
+
+
 # -- lost answers of the metadata store ---------------------------------------------------------
 
 

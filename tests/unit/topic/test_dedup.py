@@ -156,8 +156,8 @@ def test_identity_carries_the_epoch_and_fits_the_name_alone():
         identity = sequenced_producer_id("p", epoch)
         assert is_sequenced(identity)
         assert 0 < identity < 1 << 63
-        assert module._epoch_in(identity, "p") == epoch
-        assert module._epoch_in(identity, "q") is None
+        assert module.epoch_in(identity, "p") == epoch
+        assert module.epoch_in(identity, "q") is None
     assert not is_sequenced(0)
     assert not is_sequenced(12345)
     assert not is_sequenced((1 << 64) - 1)
@@ -166,7 +166,7 @@ def test_identity_carries_the_epoch_and_fits_the_name_alone():
 def test_staged_batches_are_not_taken_for_producers():
     """Goal: 64 random bits of a batch, on rows of any name, are a producer's next to never."""
     taken = sum(
-        module._epoch_in(_identity_of(_Record(batch), "query"), "p") is not None
+        module.epoch_in(_identity_of(_Record(batch), "query"), "p") is not None
         for batch in range(20_000)
     )
     assert taken == 0

@@ -291,6 +291,20 @@ def test_metadata_is_rebuilt_from_footers(site):
     assert report.status == "recovered"
 
 
+def test_topic_made_again_has_its_own_messages_alone(shared):
+    shared.append(0, b"old")
+    shared.express.write_next()
+    shared.log.delete("/default/t0")
+    shared.topics[0] = shared.open("/default/t0")
+    shared.append(0, b"new")
+    shared.express.write_next()
+    report, _ = rebuild(shared.site)
+    assert [d.incarnation for d in report.objects] == [
+        shared.topics[0].bucket.owned.record.incarnation
+    ]
+    assert len(report.left_out) == 1
+
+
 def test_damaged_manifest_hides_no_messages(shared):
     shared.append(0, b"a", b"b")
     shared.express.write_next()

@@ -11,6 +11,7 @@ from ister.base.clock import SystemClock
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
 from ister.bucket.names import TopicKeys, object_key, objects_prefix, parse_object_id
+from ister.bucket.orphans import collect_orphans
 from ister.errors import CorruptDataError, NotFoundError
 from ister.format.descriptor import FORMAT_EXPRESS, FORMAT_FRAMES
 from ister.rescue.rebuild import find_topics, rebuild_topic
@@ -371,6 +372,41 @@ def test_replaced_runs_stay_for_their_readers(site, shared):
     assert shared.express.collect().removed == young[:2]
     age(site, 24 * 60 * MINUTES)
     assert shared.express.collect().removed == young[2:]
+    assert shared.read(0) == payloads(4)
+
+
+def test_reader_goes_on_across_swaps_and_collections(site):
+    storage = {"cloud": {"orphan_grace_minutes": 0}}
+    shared = Shared(site, topics=1, storage=storage)
+    shared.fill(*[2] * 20)
+    site.kill(shared.log)
+    age(site)
+    other = Shared(site, "b", topics=1, storage=storage)
+    topic = other.topics[0]
+    seen = []
+    for message in topic.read(start=0, end=40):
+        seen.append((message.offset, message.payload))
+        if len(seen) == 7:
+            assert topic.bucket.uploads.resort().end == 40
+            age(site, 60)
+            assert len(other.express.collect().removed) == 20
+    assert seen == list(enumerate(payloads(40)))
+    assert other.objects() == []
+
+
+def test_uncommitted_object_is_collected_as_an_orphan(site, shared):
+    shared.fill(2, 2)
+    age(site)
+    with crash_at("express.after_resort"), suppress(SimulatedCrash):
+        shared.topics[0].bucket.uploads.resort()
+    assert len(own_objects(site)) == 1
+    owned = shared.topics[0].bucket.owned
+    stores = shared.log.stores
+    arguments = {"clock": site.clock, "metrics": stores.metrics}
+    assert collect_orphans(owned, site.objects, grace_seconds=3600, **arguments) == []
+    age(site, 3601)
+    assert len(collect_orphans(owned, site.objects, grace_seconds=3600, **arguments)) == 1
+    assert shared.topics[0].bucket.uploads.resort().end == 4
     assert shared.read(0) == payloads(4)
 
 

@@ -12,6 +12,7 @@ from ister.errors import (
     ConflictError,
     CorruptDataError,
     IsterError,
+    StoresDifferError,
     UnavailableError,
     WaitsForDiskError,
 )
@@ -181,6 +182,18 @@ def test_accepting_waits_for_files_whose_uploads_were_put_back(site):
     assert go_on(site.open())[:5] == acked
 
 
+def test_topic_that_the_metadata_does_not_have_is_accepted(site):
+    """The metadata is older than the topic, and the bucket has its term."""
+    log = site.open()
+    backup = MetadataBackup.of(site.metadata)
+    acked = send(made(log, ack="tiered"), 5, "first")
+    end(site, log)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert accept(site, "b") == "accepted"
+    assert go_on(site.open_diskless())[:5] == acked
+
+
 def test_running_process_remembers_the_revisions_that_it_saw(site):
     """The bucket is told once a minute; a process that closes its topics compares all the same."""
     log = site.open()
@@ -215,6 +228,47 @@ def test_process_that_closed_what_it_did_not_upload_again_has_not_ended_whole(
     monkeypatch.undo()
     log.close()
     assert is_noticed_or_whole(go_on(site.open("b")), acked)
+
+
+@pytest.mark.parametrize("has_old_files", [False, True])
+def test_topic_deleted_by_older_metadata_is_not_made_again(site, has_old_files):
+    """It was made again on another node, and files of the deleted one may be left on this one."""
+    if has_old_files:
+        log = site.open("b")
+        send(made(log, ack="tiered"), 5, "deleted")
+        log.close()
+    log = site.open()
+    made(log)
+    log.delete(TEXT)
+    backup = MetadataBackup.of(site.metadata)
+    acked = send(made(log), 5, "again")
+    site.open("c").close()  # it has seen the store's revision
+    end(site, log)
+    for key in site.bucket_keys():
+        if "/terms/" in key:
+            site.objects.delete(key)
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    assert is_noticed_or_whole(go_on(site.open("b")), acked)
+
+
+def test_node_whose_uploads_were_put_back_does_not_assign_their_offsets_again(site):
+    """Metadata and bucket were put back, another node went on, and the first one returns."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    send(topic, 5, "first")
+    metadata, bucket = MetadataBackup.of(site.metadata), BucketBackup.of(site.objects)
+    send(topic, 10, "on the disk and in the lost part of the bucket")
+    end(site, log)
+    metadata.put_back(site.metadata, bump=1000)
+    bucket.put_back(site.objects)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open("b")
+    assert len(go_on(log, 3)) == 8
+    log.close()
+    with pytest.raises(StoresDifferError, match="5 up to, not including, 15"):
+        made(site.open())
+    assert aside(site) == []
 
 
 @pytest.mark.parametrize("witness", ["the node", "the bucket"])

@@ -565,6 +565,24 @@ def taken_over(site):
     return topic, other
 
 
+def test_owner_that_was_replaced_acknowledges_and_uploads_nothing(site):
+    topic, other = taken_over(site)
+    assert other.append(b"theirs") == 10
+    other.flush()
+    with pytest.raises(UnavailableError):
+        topic.wait(12, "synced")
+    topic.bucket._stores.membership.renew()
+    with pytest.raises(FencedError):
+        topic.wait(12, "synced")
+    with pytest.raises(FencedError):
+        topic.append(b"mine")
+    with pytest.raises(FencedError):
+        topic.upload()
+    other.upload()
+    assert site.ranges() == [(0, 10), (10, 11)]
+    assert payloads(other.read()) == [*numbered(10), b"theirs"]
+
+
 def test_wait_for_tiered_ends_when_the_owner_was_replaced(site):
     topic, _ = taken_over(site)
     task = Task(topic.wait, 12, "tiered")

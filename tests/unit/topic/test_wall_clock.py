@@ -77,6 +77,25 @@ def test_step_of_the_clock_deletes_nothing(site, mode, jump_ms):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("jump_ms", STEPS)
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_step_across_a_restart_deletes_nothing(site, mode, jump_ms, is_clean):
+    log = opened(site, mode)
+    fill(log)
+    (log.close if is_clean else lambda: site.kill(log))()
+    site.clock.advance(10)
+    site.clock.jump_wall(jump_ms)
+    log = opened(site, mode)
+    assert log.clock_step is not None
+    assert tidy(log) == 0
+    assert log.confirm_clock() is not None
+    assert log.clock_step is None
+    assert tidy(log) == 0, "what was stored before the step is no older for it"
+    site.clock.advance(31 * DAY)
+    assert tidy(log) > 0
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_suspended_machine_deletes_what_has_become_old(site, mode):
     log = opened(site, mode)
     fill(log)

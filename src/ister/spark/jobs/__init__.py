@@ -9,7 +9,7 @@ tier_job, tier_topics                        `tier`
 compact_job, latest_per_key                  `compact`, and re-sorting of express runs within `run`
 export_job, export_round, export_schema, export_task, export_commit    `export`
 gc_job                                       `gc`
-scrubbing, topic_scrub, object_repair        `scrub`
+scrubbing, topic_scrub                       `scrub`
 replay_job, replay_plan, replay_sql, transforms    `replay`
 service, pipeline_term                       `run`: all of them as a service
 job, job_report, leases, tasks               what jobs share: lease, report, and their tasks

@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from ister.base import failpoints
 from ister.base.clock import Clock
 from ister.base.limits import MIB
-from ister.base.model import AckLevel, Layout, TopicName
+from ister.base.model import AckLevel, TopicName
 from ister.bucket.compaction_plan import MergeGroup, PlanSettings, plan_compaction
 from ister.bucket.express_collection import stays_by_age
 from ister.bucket.merge import merge_objects
@@ -727,21 +727,11 @@ class _MergeItem:
         return sum(described.size_bytes for described in self.objects)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MergeSettings:
-    """How merged objects are read and written: as uploads are."""
-
-    chunk_bytes: int
-    concurrent_parts: int
-    index_every_messages: int
-    layout: Layout
-
-
 def _merge(place: LogLocation, format: str, zstd_level: int, item: _MergeItem) -> ObjectDescriptor:
     """Makes one object of several; no descriptor names it yet."""
     compile_for(item.size_bytes)
     history = place.history()
-    uploader = place.config.storage.uploader
+    storage = place.config.storage
     topic = TopicName.parse(item.topic)
     survives = None
     if item.latest is not None:
@@ -752,12 +742,7 @@ def _merge(place: LogLocation, format: str, zstd_level: int, item: _MergeItem) -
         topic,
         item.objects,
         store=history.objects,
-        settings=_MergeSettings(
-            chunk_bytes=uploader.stream_chunk_size,
-            concurrent_parts=uploader.concurrent_parts,
-            index_every_messages=uploader.index_every_messages,
-            layout=place.config.storage.cloud.layout,
-        ),
+        settings=upload_settings(storage.uploader, storage.cloud.layout),
         format=format,
         epoch=item.epoch,
         incarnation=item.incarnation,

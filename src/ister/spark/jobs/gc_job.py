@@ -33,7 +33,7 @@ import logging
 from collections.abc import Sequence
 
 from ister.base import failpoints
-from ister.base.clock_guard import ClockGuard, ClockMark, ClockStep
+from ister.base.clock_guard import ClockGuard, ClockMark
 from ister.bucket.express_collection import collect_express
 from ister.bucket.orphans import at_least, collect_unowned, sweep_staging
 from ister.bucket.ownership import OwnedTopic
@@ -128,50 +128,25 @@ def collect_topics(
         is_everything: Whether to collect what belongs to no single topic, too.
         confirm_clock: Accept the clock as right.
     """
-    clock = JobClock(job)
+    # Compared with the drivers before this one.
+    found = job.store.get(job.keys.clock)
+    clock = ClockGuard(
+        job.clock,
+        mark=None if found is None else ClockMark.decode(found.value),
+        boot=boot_id(),
+        longest_seconds=longest_seconds(job.place.config.storage),
+    )
     if confirm_clock:
         clock.confirm()
     _Collection(job, clock).run(topics, is_everything=is_everything)
-    clock.save()
-
-
-class JobClock:
-    """Whether the clock of a job's driver is trusted, compared with the drivers before it."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        found = job.store.get(job.keys.clock)
-        self._guard = ClockGuard(
-            job.clock,
-            mark=None if found is None else ClockMark.decode(found.value),
-            boot=boot_id(),
-            longest_seconds=longest_seconds(job.place.config.storage),
-        )
-
-    def check(self) -> ClockStep | None:
-        """Compares the clocks; returns the step that suspends deletion by age, or None."""
-        return self._guard.check()
-
-    def confirm(self) -> None:
-        """Accepts the current time as right."""
-        self._guard.confirm()
-
-    def correct_ms(self, time_ms: int) -> int:
-        """Corrects a time that was recorded while the clock was wrong."""
-        return self._guard.correct(time_ms)
-
-    def save(self) -> None:
-        """Saves the mark for the next driver, unless it is a dry run."""
-        job = self._job
-        if not job.dry_run:
-            data = self._guard.mark().encode()
-            job.store.transact([job.fence.compare], [Put(job.keys.clock, data)])
+    if not job.dry_run:
+        job.store.transact([job.fence.compare], [Put(job.keys.clock, clock.mark().encode())])
 
 
 class _Collection:
     """One run of the job. Used by one thread."""
 
-    def __init__(self, job: Job, clock: JobClock) -> None:
+    def __init__(self, job: Job, clock: ClockGuard) -> None:
         self._job = job
         self._clock = clock
         storage = job.place.config.storage
@@ -288,7 +263,7 @@ class _Collection:
             now_ms=job.clock.now_ns() // 1_000_000,
             time_minutes=retention.time_minutes if self._clock.check() is None else None,
             size_mb=retention.size_mb,
-            correct_ms=self._clock.correct_ms,
+            correct_ms=self._clock.correct,
         )
         removed = len(planned)
         if not job.dry_run:
@@ -305,7 +280,7 @@ class _Collection:
             grace_seconds=self._grace_seconds,
             clock=job.clock,
             metrics=job.metrics,
-            correct_ms=self._clock.correct_ms,
+            correct_ms=self._clock.correct,
             dry_run=job.dry_run,
         )
         job.report.add(topic, orphans=len(removed))
@@ -343,7 +318,7 @@ class _Collection:
                 grace_seconds=self._grace_seconds,
                 clock=job.clock,
                 metrics=job.metrics,
-                correct_ms=self._clock.correct_ms,
+                correct_ms=self._clock.correct,
                 dry_run=job.dry_run,
             )
         except (ConflictError, FencedError) as error:
@@ -370,7 +345,7 @@ class _Collection:
                 grace_seconds=self._grace_seconds,
                 clock=job.clock,
                 metrics=job.metrics,
-                correct_ms=self._clock.correct_ms,
+                correct_ms=self._clock.correct,
                 dry_run=job.dry_run,
             )
         except IsterError as error:

@@ -143,11 +143,7 @@ class Job:
             self.report.fail(error, topic)
 
     def check(self) -> None:
-        """Checks that the job still has its lease.
-
-        Raises:
-            FencedError: The lease has expired.
-        """
+        """Checks that the job still has its lease."""
         if not self.fence.is_valid:
             self.fence.check()
 

@@ -49,7 +49,7 @@ from ister.spark.jobs.job_report import ErrorFields, error_as_fields
 from ister.spark.jobs.tasks import SparkRunner, TaskRunner, map_tasks
 from ister.spark.location import LogLocation
 from ister.topic.columns import Decoders
-from ister.topic.dedup import find_sequenced
+from ister.topic.dedup import epoch_in, find_sequenced
 from ister.topic.history import BucketTopic
 
 STAGED_PREFIX: Final = "compact-"
@@ -69,6 +69,7 @@ _PRODUCER: Final = 1
 _COUNT: Final = 2
 _FAILED: Final = 3
 _PRODUCER_MS: Final = 24 * 3_600_000
+_PRODUCED_BY: Final = ["producer_name", "producer_id"]
 
 # Tombstones whose time is over do not stay.
 _STAYS: Final = f"kind != {_KEYED} OR code % 2 = 0"
@@ -185,9 +186,6 @@ def find_latest(
         tombstones_before_ms: Tombstones published before this go.
         now_ms: The time.
         run: Under which name offsets are staged, unlike any other run's; None to count only.
-
-    Raises:
-        Exception: Spark could not do it.
     """
     search = _Search(
         place=place,
@@ -361,10 +359,16 @@ def _newest(batch: pa.RecordBatch) -> dict[str, int]:
     rows = batch.filter(pc.and_(is_sequenced, batch.column("routing_key").is_valid()))
     if not rows.num_rows:
         return {}
-    table = pa.table({name: rows.column(name) for name in ("producer_name", "offset")})
-    highest = table.group_by("producer_name", use_threads=False).aggregate([("offset", "max")])
-    names, offsets = highest["producer_name"].to_pylist(), highest["offset_max"].to_pylist()
-    return dict(zip(names, offsets, strict=True))
+    table = pa.table({name: rows.column(name) for name in (*_PRODUCED_BY, "offset")})
+    highest = table.group_by(_PRODUCED_BY, use_threads=False).aggregate([("offset", "max")])
+    newest: dict[str, int] = {}
+    for row in highest.to_pylist():
+        # A batch of Spark's has any id, also one that looks like a producer's.
+        if epoch_in(row["producer_id"], row["producer_name"]) is not None:
+            newest[row["producer_name"]] = max(
+                newest.get(row["producer_name"], -1), row["offset_max"]
+            )
+    return newest
 
 
 def _codes(batch: pa.RecordBatch, tombstones_before_us: int | None) -> pa.Table:

@@ -102,12 +102,7 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes, *, key: str) -> ReplayPlan:
-        """Decodes a plan.
-
-        Raises:
-            CorruptDataError: It is invalid.
-            UnsupportedVersionError: A newer Ister wrote it.
-        """
+        """Decodes a plan."""
         try:
             version = msgspec.json.decode(data, type=known(_Version)).version
             if version != _VERSION:

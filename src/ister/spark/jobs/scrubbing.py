@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import cache, partial
 from typing import Final
 
@@ -28,15 +29,19 @@ from ister.base import failpoints
 from ister.base.limits import GIB, KIB, MIB
 from ister.base.model import TopicName
 from ister.bucket.express import find_runs
+from ister.bucket.names import TopicKeys
+from ister.client.frames import BrokerFrames
+from ister.errors import IsterError, UnavailableError
 from ister.format.descriptor import ObjectDescriptor, decode_descriptor
-from ister.rescue.mend import DamagedRange, RepairResult
+from ister.rescue.mend import BROKER, LOCAL, DamagedRange, RepairResult, Source, mend, object_source
 from ister.rescue.object_check import Checked, ObjectChecker
 from ister.spark.jobs.job import Job, JobConfig, TopicNames, open_job, parse_topics
 from ister.spark.jobs.job_report import JobProgress, JobReport
-from ister.spark.jobs.object_repair import repair_range
 from ister.spark.jobs.tasks import SparkOrRunner, run_tasks
 from ister.spark.jobs.topic_scrub import BadObject, CheckItem, MissingRange, TopicScrub
 from ister.spark.location import LogLocation
+from ister.spark.owners import connect
+from ister.topic.stores import upload_settings
 
 _log = logging.getLogger("ister.spark.jobs.scrubbing")
 
@@ -88,11 +93,7 @@ def scrub(
 
 
 def scrub_topics(job: Job, topics: Sequence[str], *, repair: bool = False) -> None:
-    """Checks topics within a job; the result is in the job's report.
-
-    Raises:
-        FencedError: The job's lease has expired.
-    """
+    """Checks topics within a job; the result is in the job's report."""
     # Once for all topics, and only if one has a fault.
     express_runs = cache(partial(_find_runs, job))
     scrubs = [TopicScrub(job, name, express_runs) for name in topics]
@@ -127,11 +128,7 @@ def _find_runs(job: Job) -> dict[TopicName, list[ObjectDescriptor]]:
 
 
 def check_object(place: LogLocation, item: CheckItem) -> Checked:
-    """Checks one object.
-
-    Raises:
-        UnavailableError: The store does not respond.
-    """
+    """Checks one object."""
     history = place.history()
     settings = place.config.storage
     checker = ObjectChecker(
@@ -234,3 +231,35 @@ def _repair(job: Job, scrubs: Sequence[TopicScrub]) -> None:
 
 def _is_incomplete(result: RepairResult) -> bool:
     return not result.objects or bool(result.lost)
+
+
+def repair_range(place: LogLocation, damaged: DamagedRange) -> RepairResult:
+    """Makes the objects that are missing; the best sources come first."""
+    history = place.history()
+    keys = TopicKeys(place.config.storage.metadata.root_prefix, TopicName.parse(damaged.topic))
+    with ExitStack() as stack:
+        sources: list[Source] = []
+
+        def add(source: Source) -> None:
+            sources.append(source)
+            stack.enter_context(closing(source.frames))
+
+        local = place.local_tail(damaged.topic, damaged.node, damaged.incarnation)
+        chunk_bytes = upload_settings(place.config.storage.uploader).read_bytes
+        opened = None
+        if local is not None:
+            with suppress(UnavailableError):  # no checkpoint: unknown what is durable
+                opened = local.source(chunk_bytes=chunk_bytes)
+        if opened is not None:
+            files, snapshot = opened
+            add(Source(LOCAL, snapshot.trimmed, snapshot.synced, files, files))
+        for described in damaged.others:
+            add(object_source(history, keys, described))
+        with suppress(IsterError):  # it is one source of several
+            client = connect(place, damaged.topic)
+            broker = BrokerFrames(client, damaged.topic, damaged.incarnation, damaged.epoch)
+            add(Source(BROKER, 0, 1 << 63, broker, broker))
+        if damaged.old is not None:
+            # Last: the intact parts of the object itself.
+            add(object_source(history, keys, damaged.old))
+        return mend(history, damaged, sources)

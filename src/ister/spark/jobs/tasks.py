@@ -198,11 +198,6 @@ class TaskRunner:
     def run(self, work: Work, bundles: Sequence[bytes], *, name: str) -> list[bytes]:
         """Runs `work(bundle)` as one task for each; returns the results in order.
 
-        Args:
-            work: A function that can be pickled; it may run twice.
-            bundles: The items of each task; at least one.
-            name: The name in Spark's UI.
-
         Raises:
             ConfigError: Spark's workers cannot import `ister`.
             Exception: A task failed.
@@ -361,11 +356,7 @@ def _count_slots(spark: SparkSession) -> int:
 
 
 def raise_for_other_python(error: Exception) -> None:
-    """Raises a ConfigError if Spark failed because its workers cannot import `ister`.
-
-    Raises:
-        ConfigError: The error says so; it is the cause.
-    """
+    """Raises a ConfigError if Spark failed because its workers cannot import `ister`."""
     text = str(error)
     if any(mark in text for mark in _OTHER_PYTHON):
         raise ConfigError(
@@ -390,14 +381,7 @@ def map_tasks(
     tasks: Sequence[Item],
     schema: StructType | str,
 ) -> DataFrame:
-    """Returns a DataFrame of the rows of `work(task)`, with one partition for each task.
-
-    Args:
-        spark: A session.
-        work: A function that can be pickled.
-        tasks: Pickled.
-        schema: That of the rows, as Spark has it.
-    """
+    """Returns a DataFrame of the rows of `work(task)`, with one partition for each task."""
     data = tuple(pickle.dumps(task, pickle.HIGHEST_PROTOCOL) for task in tasks)
     numbers = spark.range(0, len(data), 1, max(len(data), 1))
     return numbers.mapInArrow(partial(_map_numbers, work, data), schema)

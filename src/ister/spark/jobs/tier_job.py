@@ -1,6 +1,6 @@
 """`tier`: uploads what is synced and not in the bucket yet, on Spark.
 
-    driver: look, plan ─► tasks: frames become objects ─► driver: commit, in order ─► checkpoint
+    driver: look, plan ─► tasks: frames become objects ─► driver: commit, in order
 
 Owns: how backlogs are divided, where tasks get frames from, and that a topic's objects are
 committed in order. Does not own: which topics are due (`tier_topics`); the ranges (`upload_plan`),
@@ -22,8 +22,7 @@ Invariants:
 A failure of one topic does not stop others. A damaged frame ends its topic's upload there: what
 comes before it is in the bucket, and the error says where the frame is.
 
-What a crash leaves: objects, or parts of them, that no descriptor names, and an `uploader.ckpt`
-that lags.
+What a crash leaves: objects, or parts of them, that no descriptor names.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ from ister.errors import (
     IsterError,
     UnavailableError,
 )
-from ister.format.checkpoint import UploaderCheckpoint
 from ister.format.descriptor import ObjectDescriptor
 from ister.format.records import TopicRecord
 from ister.spark.jobs.job import (
@@ -113,8 +111,6 @@ class _MadeObject:
     """A complete object that is not committed yet. Pickled."""
 
     descriptor: ObjectDescriptor
-    place: tuple[int, int] | None
-    """Where its frames end: number of the local file, and byte in it."""
     damage: ErrorFields | None = None
     """Why it is shorter than planned."""
 
@@ -149,8 +145,6 @@ class _Round:
     made: dict[int, _MadeObject] = field(default_factory=dict)
     """Objects that wait for their commit, by start offset."""
     committed: int = 0
-    newest: _MadeObject | None = None
-    """The last object that was committed."""
     is_stale: bool = False
     """Another process changed the topic: the rest is planned again."""
 
@@ -314,8 +308,6 @@ class _Tiering:
                 job.progress.advance(done.item.size_bytes, done.item.topic)
         finally:
             job.progress.end()
-            for planned in rounds.values():
-                self._save_checkpoint(planned)
         for planned in rounds.values():
             self._conclude(planned, cycle)
 
@@ -361,7 +353,6 @@ class _Tiering:
             planned.failure = error_as_fields(error)
             return
         planned.committed += 1
-        planned.newest = made
         work.known.begin, work.known.made_at = described.end, described.created_at
         self._topics.count(work.known, described.start, described.end, described.size_bytes, cycle)
         if made.damage is not None:
@@ -403,33 +394,6 @@ class _Tiering:
             self._topics.fail(work.known, error, cycle)
             work.is_over = True
 
-    def _save_checkpoint(self, planned: _Round) -> None:
-        """Saves the upload position in the topic's directory, if the topic has no owner."""
-        made, known = planned.newest, planned.work.known
-        if made is None or known.files is None:
-            return
-        described = made.descriptor
-        try:
-            if self._job.catalog(known.topic).owner() is not None:
-                return
-            place = made.place or known.files.place_of(described.end)
-            if place is None:
-                return
-            known.files.save_uploader(
-                UploaderCheckpoint(
-                    last_committed_offset=described.end - 1,
-                    last_read_file_seq=place[0],
-                    last_read_byte_position=place[1],
-                    last_object_id=described.object_id,
-                    updated_at=self._clock.now_ns() // 1_000_000_000,
-                )
-            )
-        except IsterError as error:
-            # The catalog is authoritative; this file is for tools that read the directory.
-            _log.warning(
-                "uploader checkpoint not saved", extra={"topic": known.topic, "error": str(error)}
-            )
-
 
 # -- the job ----------------------------------------------------------------------------------
 
@@ -456,9 +420,6 @@ def tier_cycle(
         interval_seconds: The age; `storage.uploader.interval_seconds` by default.
         report: Where the result goes; the job's report by default. A topic's last failure stays in
             it until an upload succeeds.
-
-    Raises:
-        FencedError: The job's lease has expired.
     """
     if not isinstance(tiering := job.cache, _Tiering):
         tiering = job.cache = _Tiering(job)
@@ -604,7 +565,6 @@ def _make_object(place: LogLocation, item: _UploadItem, *, task_count: int = 1) 
             made = make(source, item.start, end)
         return _MadeObject(
             descriptor=made,
-            place=getattr(source, "place", None),
             damage=None if damage is None else error_as_fields(damage),
         )
 

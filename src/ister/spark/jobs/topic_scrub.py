@@ -399,11 +399,7 @@ class TopicScrub:
         return self.survey
 
     def owned(self) -> OwnedTopic:
-        """Takes the right to change the topic.
-
-        Raises:
-            ConflictError: The topic has a new owner since it was surveyed.
-        """
+        """Takes the right to change the topic."""
         if self._owned is None:
             owned = self._job.act(self.topic)
             record = self._surveyed().record

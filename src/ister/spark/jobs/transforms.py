@@ -72,11 +72,7 @@ class ReplayMessage:
 
     @property
     def text(self) -> str:
-        """The payload as text.
-
-        Raises:
-            UnicodeDecodeError: It is not UTF-8.
-        """
+        """The payload as text."""
         return self.payload.decode()
 
     def replace(self, **fields: Any) -> ReplayMessage:  # noqa: ANN401 - values of all fields

@@ -146,9 +146,6 @@ class Table(ABC):
     def open(self, wanted: pa.Schema) -> Layout:
         """Creates the table if it does not exist, else adds missing columns.
 
-        Args:
-            wanted: Our columns, `publish_date` not among them.
-
         Raises:
             ConflictError: It cannot take our columns, or is partitioned in another way.
             UnavailableError: Its store or catalog does not answer.
@@ -169,11 +166,7 @@ class Table(ABC):
 
     @abstractmethod
     def has_exclusive_commits(self) -> bool:
-        """Whether of several writers only one can commit next, by the table's own means.
-
-        Raises:
-            UnavailableError: Its store or catalog does not answer.
-        """
+        """Whether of several writers only one can commit next, by the table's own means."""
 
     @abstractmethod
     def target(self, run: str) -> FileTarget:
@@ -181,17 +174,10 @@ class Table(ABC):
 
         The run is under way from now on: what it writes is left alone by others' `tidy`, as long
         as `renew` is called now and then, and until `end`.
-
-        Raises:
-            UnavailableError: Its store or catalog does not answer.
         """
 
     def renew(self, run: str) -> None:  # noqa: B027 - as `end`
-        """Says that a run is still under way. From any thread.
-
-        Raises:
-            UnavailableError: Its store does not answer.
-        """
+        """Says that a run is still under way. From any thread."""
 
     def end(self, run: str) -> None:  # noqa: B027 - files that no commit names may stay
         """Says that a run writes and commits no more. Raises nothing."""

@@ -28,11 +28,7 @@ _FIELD_ID: Final = b"PARQUET:field_id"
 
 
 def decode_ids(text: str, *, where: str) -> dict[Path, int]:
-    """Decodes the record of our columns.
-
-    Raises:
-        CorruptDataError: It is invalid.
-    """
+    """Decodes the record of our columns."""
     try:
         return dict(msgspec.json.decode(text, type=list[tuple[Path, int]]))
     except (msgspec.MsgspecError, RecursionError) as error:

@@ -178,11 +178,7 @@ class DeltaTable(Table):
         return pa.schema(schema.to_arrow()), required
 
     def _check_writable(self, table: _Delta) -> None:
-        """Checks that the table asks nothing of writers that would not be observed.
-
-        Raises:
-            ConflictError: It does.
-        """
+        """Checks that the table asks nothing of writers that would not be observed."""
         protocol = table.protocol()
         refused = sorted(set(protocol.writer_features or ()) - _HELD_FEATURES)
         if protocol.min_writer_version == _IDENTITY_VERSION:

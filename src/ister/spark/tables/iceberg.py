@@ -147,13 +147,7 @@ class IcebergTable(Table):
         *,
         rng: random.Random | None = None,
     ) -> None:
-        """A table of a catalog.
-
-        Args:
-            name: `<namespace>.<table>`.
-            catalog: The catalog's properties, among them its `name`, as pyiceberg has them.
-            rng: For the pauses between attempts.
-        """
+        """A table of a catalog."""
         super().__init__(rng)
         self._name = name
         self._properties = dict(catalog)
@@ -239,11 +233,7 @@ class IcebergTable(Table):
         return False
 
     def _columns(self, table: _Iceberg) -> tuple[pa.Schema, set[str]]:
-        """Returns the table's columns, and those that may not be null.
-
-        Raises:
-            ConflictError: The table asks something of writers that would not be observed.
-        """
+        """Returns the table's columns, and those that may not be null."""
         schema = table.schema()
         if table.metadata.format_version > _FORMAT_MAX:
             raise ConflictError(

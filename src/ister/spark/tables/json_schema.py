@@ -84,12 +84,7 @@ _JSON: Final = ValueType("json", pa.string())
 
 
 def load_schema(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, object]:
-    """A JSON Schema from a file, or as it is.
-
-    Raises:
-        NotFoundError: There is no such file.
-        InvalidRequestError: It is no JSON, or no object.
-    """
+    """A JSON Schema from a file, or as it is."""
     if isinstance(source, Mapping):
         return dict(source)
     path = os.fspath(source)
@@ -113,10 +108,6 @@ def columns_of(
     Args:
         schema: The schema of an object.
         taken: Names that other columns have, in lower case.
-
-    Raises:
-        InvalidRequestError: The schema is not one of an object with properties, or two properties
-            would become one column.
     """
     reader = _SchemaReader(schema)
     whole = reader.resolve(schema, ())

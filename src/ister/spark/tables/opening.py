@@ -53,11 +53,7 @@ class TablePlace:
 
 
 def table_name(to: str, topic: str, format: TableFormat) -> str:
-    """The table of a topic: `to` with the topic's names in it.
-
-    Raises:
-        InvalidRequestError: `to` has other fields than `{namespace}` and `{topic}`.
-    """
+    """The table of a topic: `to` with the topic's names in it."""
     # An address may have credentials in it.
     shown = redact(to, ())
     try:
@@ -86,11 +82,7 @@ def dead_letters_name(table: str, given: str | None) -> str:
 
 
 def open_table(name: str, place: TablePlace, *, clock: Clock) -> Table:
-    """The table of a name; nothing is asked of it yet.
-
-    Raises:
-        InvalidRequestError: The name makes no sense.
-    """
+    """The table of a name; nothing is asked of it yet."""
     if not name.strip():
         raise InvalidRequestError("the table has no name", hint="pass to=…, or --to")
     if place.format is TableFormat.ICEBERG:

@@ -116,8 +116,6 @@ class _StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     coverage: msgspec.Raw
     schema: bytes
-    topic: str | None = None
-    """The topic of all files, in a record with one topic; otherwise each file names its own."""
     previous: str | None = None
     ended: dict[str, int] = msgspec.field(default_factory=dict)
     files: tuple[_Move, ...]
@@ -616,10 +614,7 @@ def _decode(data: bytes, number: int, *, path: str) -> _Record:
         id=stored.id,
         coverage=Coverage.from_json(bytes(stored.coverage), path=path),
         schema=schema,
-        moves=tuple(
-            move if move.topic is not None else msgspec.structs.replace(move, topic=stored.topic)
-            for move in stored.files
-        ),
+        moves=stored.files,
         previous=stored.previous,
         ended=stored.ended,
     )

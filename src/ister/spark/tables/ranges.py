@@ -129,12 +129,7 @@ class Coverage:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, path: str) -> Self:
-        """Decodes the record of all topics.
-
-        Raises:
-            UnsupportedVersionError: A newer Ister wrote it.
-            CorruptDataError: It is invalid.
-        """
+        """Decodes the record of all topics."""
         record = _decode(text, _TableRecord, path)
         return cls(record.topics, record.row)
 
@@ -146,12 +141,7 @@ class Coverage:
     def from_topics(
         cls, texts: Mapping[str, str], *, row: tuple[str, int] | None = None, path: str
     ) -> Self:
-        """Decodes the records of single topics, by their names.
-
-        Raises:
-            UnsupportedVersionError: A newer Ister wrote one.
-            CorruptDataError: One is invalid.
-        """
+        """Decodes the records of single topics, by their names."""
         return cls(
             {
                 topic: _decode(text, _TopicRecord, path).incarnations

@@ -65,12 +65,7 @@ class Storage:
         return self.backend == CloudBackend.FS.value
 
     def open(self) -> ObjectStore:
-        """Its object store, of which whoever asks is the owner.
-
-        Raises:
-            ConfigError: An option is missing, unknown or wrong.
-            PermissionDeniedError, CapacityError, DiskError: The directory cannot be made.
-        """
+        """Its object store, of which whoever asks is the owner."""
         from ister.objectstore.opendal_store import (  # noqa: PLC0415 - loads a large library
             open_store,
         )
@@ -125,9 +120,6 @@ def storage_of(
         given: Options for it, as `storage.cloud.options` has them; None takes the log's own if its
             bucket is of the same kind.
         cloud: The log's bucket.
-
-    Raises:
-        InvalidRequestError: It has another form.
     """
     directory = local_path(location)
     if directory is not None:
@@ -147,11 +139,7 @@ def storage_of(
 
 
 def check_address(location: str) -> None:
-    """Refuses an address with credentials: it is shown, and stored, in many places.
-
-    Raises:
-        InvalidRequestError: It has some.
-    """
+    """Refuses an address with credentials: it is shown, and stored, in many places."""
     if "@" in location.partition("://")[2].partition("/")[0]:
         raise InvalidRequestError(
             "a table's address has credentials in it",

@@ -66,11 +66,7 @@ class FileMaker:
         """Those that are complete."""
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Takes rows: the layout's columns but the date, among others `offset`, `publish_time`.
-
-        Raises:
-            UnavailableError: The store does not answer.
-        """
+        """Takes rows: the layout's columns but the date, among others `offset`, `publish_time`."""
         if not batch.num_rows:
             return
         if not self._layout.by_date and not self._has_date:
@@ -86,11 +82,7 @@ class FileMaker:
             self._add(min(day, _LAST_DAY), batch.filter(pc.equal(days, day)))
 
     def finish(self) -> list[DataFile]:
-        """Completes all files; those that there are.
-
-        Raises:
-            UnavailableError: The store does not answer.
-        """
+        """Completes all files; those that there are."""
         while self._open:
             self._complete(next(iter(self._open)))
         return self.files

@@ -21,7 +21,7 @@ from ister.format.descriptor import encode_descriptor
 from ister.format.records import WriterRecord, encode_writer
 from ister.metadata.base import Delete, Put
 from ister.spark.jobs.compact_job import CompactSettings
-from ister.topic.dedup import SequencedTopic
+from ister.topic.dedup import SequencedTopic, sequenced_producer_id
 from tests.integration.spark_topics import (
     PUBLISHED_MS,
     expire_before,
@@ -142,10 +142,11 @@ def test_sequences_of_producers_outlive_compaction(stage):
         sent["q", 0] = send("q", 0)
         sent |= {("p", number): send("p", number) for number in (3, 4)}
         send("r", 0, epoch=1)
-        for _ in range(5):
-            # A row of a batch, whose ids are any numbers.
+        for number in range(5):
+            # A row of a batch, whose id is any number, also one like a producer's.
+            identity = sequenced_producer_id("other", 0) if number == 0 else (1 << 64) - 1
             row = pa.record_batch({"payload": [b"newer"], "routing_key": ["k"]})
-            topic.append_arrow(row, producer_id=(1 << 64) - 1)
+            topic.append_arrow(row, producer_id=identity)
         topic.upload()
         topic.append(b"other", routing_key="other")
         log.seal(A)
@@ -281,6 +282,23 @@ def test_objects_that_share_offsets_are_left_alone(stage):
     assert [(d.start, d.end) for d in stage.descriptors()] == [(0, 41), (40, 80), (80, 160)]
 
 
+def test_topic_that_changes_hands_is_planned_again(stage):
+    rows = stage.fill(A, 4)
+
+    def take():
+        failpoints.disarm()
+        with stage.place.open() as log:
+            log.topic(A)
+
+    failpoints.arm("pipeline.before_commit", take)
+    report = stage.compact()
+    assert report.ok
+    assert topic_of(report)["skipped"] == 1
+    [merged] = stage.descriptors()
+    assert merged.epoch == 2
+    assert stage.rows() == rows
+
+
 def test_job_without_its_lease_changes_nothing(stage):
     stage.fill(A, 4)
     before = stage.descriptors()
@@ -348,6 +366,15 @@ def test_damaged_topic_fails_alone_and_stays_as_it_was(stage):
     assert (stage.ids(A), sorted(stage.stored(A))) == (ids, sorted(ids))
     assert len(stage.ids(B)) == 1
     assert stage.rows(B) == rows
+
+
+def test_topic_that_cannot_be_searched_for_its_keys_stays_as_it_was(stage):
+    stage.fill(A, 4)
+    ids = stage.ids(A)
+    flip_byte(stage.path(ids[2]), 100)
+    report = stage.compact(format="parquet", keep="latest-per-key")
+    assert [(e["code"], e["topic"]) for e in report.errors] == [(CorruptDataError.code, A)]
+    assert (stage.ids(A), stage.stored(A)) == (ids, sorted(ids))
 
 
 def test_commit_whose_outcome_is_unknown_leaves_the_merged_object(stage, monkeypatch):

@@ -3,7 +3,6 @@
 import json
 
 import pyarrow as pa
-import pytest
 from deltalake import DeltaTable as DeltaLibrary
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
@@ -20,7 +19,6 @@ from tests.integration.spark_topics import PUBLISHED_MS, SparkPlace
 from tests.support.cases import each, product
 from tests.support.exports import (
     FORMATS,
-    add_rows,
     commits_in,
     export_here,
     fresh,
@@ -32,7 +30,6 @@ from tests.support.exports import (
     table_at,
     write_files,
 )
-from tests.support.exports import adding as adding_one
 from tests.support.scale import scaled
 from tests.support.spark_here import killed_at
 
@@ -345,34 +342,6 @@ def test_ended_at_every_step_each_offset_of_each_topic_is_there_once(
 
 
 # -- tables of earlier versions -------------------------------------------------------------------
-
-
-def test_a_record_of_one_topic_is_finished_and_understood(spark, tmp_path):
-    """Records of earlier versions name the topic once, for all files."""
-    table = table_at(tmp_path, "parquet")
-    files = write_files(table.target("a"), table.open(ENVELOPE), rows_of(0, 5))
-
-    with killed_at("export.after_table_commit"):
-        table.commit(adding_one(files, (0, 5)), check=lambda: None)
-    [path] = (tmp_path / "parquet/orders/_ister/commits").iterdir()
-    record = json.loads(path.read_text())
-    [file] = record["files"]
-    record["topic"] = file.pop("topic")
-    path.write_text(json.dumps(record))
-    again = table_at(tmp_path, "parquet")
-    pending = tmp_path / "parquet/orders" / file["pending"]
-    data = pending.read_bytes()
-    pending.unlink()
-    with pytest.raises(Exception, match="offsets of /default/orders") as caught:
-        again.open(ENVELOPE)
-    assert caught.value.topic == "/default/orders"
-    pending.write_bytes(data)
-    again.open(ENVELOPE)
-    assert offsets_in(tmp_path, "parquet") == list(range(5))
-    with pytest.raises(ConflictError):
-        add_rows(again, 4, 6, run="b")
-    table.close()
-    again.close()
 
 
 def test_a_snapshot_says_what_it_has_of_each_topic(tmp_path):

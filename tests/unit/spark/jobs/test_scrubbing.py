@@ -20,8 +20,7 @@ from ister.objectstore.opendal_store import OpendalStore
 from ister.rescue.catalog_check import find_superfluous
 from ister.rescue.mend import DamagedRange, epoch_floor
 from ister.spark.jobs import scrubbing
-from ister.spark.jobs.object_repair import repair_range
-from ister.spark.jobs.scrubbing import scrub
+from ister.spark.jobs.scrubbing import repair_range, scrub
 from ister.spark.location import place_of
 from ister.topic.history import BucketLog
 from ister.topic.stores import upload_settings

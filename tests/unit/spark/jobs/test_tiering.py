@@ -16,7 +16,7 @@ from ister.bucket.egress import EgressLimit
 from ister.bucket.names import TopicKeys
 from ister.bucket.ownership import OwnedTopic
 from ister.bucket.terms import newest_terms, remove_terms, save_term
-from ister.errors import FencedError, IsterError, StoresDifferError, UnavailableError
+from ister.errors import ConflictError, FencedError, IsterError, StoresDifferError, UnavailableError
 from ister.format.records import decode_topic, encode_current, encode_topic
 from ister.fs.local import LocalFileSystem
 from ister.metadata.sqlite import SqliteMetadata
@@ -177,6 +177,17 @@ def test_broker_that_was_replaced_is_no_source(place, tasks, monkeypatch):
         assert (ranges(place), object_files(place)) == ([], [])
         assert tier_job.tier(SPARK, place.elsewhere, broker=server.address).ok
     check_chain(place, 20)
+
+
+def test_broker_of_another_log_has_another_topic_of_the_name(place, tasks, tmp_path):
+    place.fill(A, 50)
+    with SparkPlace(tmp_path / "stranger").open() as log, FlightTopics(log) as server:
+        log.topic(A, create=True)
+        with place.open() as own:
+            own.topic(A)
+            (error,) = tier_job.tier(SPARK, place.elsewhere, broker=server.address).errors
+    assert (error["topic"], error["code"]) == (A, ConflictError.code)
+    assert not tasks.items
 
 
 # -- order ----------------------------------------------------------------------------------------
@@ -442,6 +453,28 @@ def test_term_of_the_owner_is_recorded_before_its_first_object(place, tasks, is_
         assert ranges(place) == [(0, 20)]
         found = newest_terms(job.history.objects, name)
         assert found == [(record.epoch, record.claim if is_known else "")]
+
+
+def test_failure_to_look_at_a_topic_is_its_own(place, tasks):
+    for name in (A, B):
+        place.fill(name, 20)
+    Path(f"{place.root}/wal{A}/wal.ckpt").write_bytes(b"damaged")
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        (error,) = job.report.errors
+        assert error["topic"] == A
+    check_chain(place, 20, B)
+
+
+def test_error_of_a_topic_that_is_gone_goes_with_it(place, tasks):
+    for name in (A, B):
+        place.fill(name, 20)
+    tasks.fails = {(A, 0): UnavailableError("silent")}
+    with a_job(place) as job:
+        tier_cycle(job, [A, B])
+        assert [error["topic"] for error in job.report.errors] == [A]
+        tier_cycle(job, [B], only_due=True)
+        assert job.report.ok
 
 
 # -- the end --------------------------------------------------------------------------------------
