@@ -29,7 +29,7 @@ from ister.broker.kafka.records import (
     to_record,
     to_stored,
 )
-from ister.format.message import decode_message, encode_message
+from ister.format.message import BodyEncoder, decode_message, encode_message
 from ister.topic.message import make_message
 from tests.support.scale import scaled
 
@@ -208,3 +208,13 @@ def test_damaged_batches_are_refused_with_an_error_of_kafkas(records, changes, c
         for one in found:
             for record in one.records:
                 assert to_record(to_stored(record)) == record
+
+
+@EXAMPLES
+@given(st.text(max_size=300), st.text(max_size=20))
+def test_a_tail_with_a_key_alone_is_that_of_any_message(key, producer):
+    encoder = BodyEncoder(Codec.BINCODE2)
+    for _ in range(2):
+        assert encoder.keyed_tail(producer, key) == encoder.tail(
+            producer, "", {}, schema_id=None, schema_version=None, routing_key=key
+        )

@@ -273,15 +273,18 @@ _LOG: Final[tuple[Metric, ...]] = (
     ),
     Metric("broker.kafka_group_members", "gauge", "members", "members of these groups"),
     Metric(
-        "broker.kafka_bytes_in_flight",
+        "broker.kafka_in_flight_bytes",
         "gauge",
         "bytes",
         "requests and answers of Kafka's clients on their way",
     ),
     Metric(
-        "broker.kafka_bytes_in_total", "counter", "bytes", "bytes received from Kafka's clients"
+        "broker.kafka_received_bytes_total",
+        "counter",
+        "bytes",
+        "bytes received from Kafka's clients",
     ),
-    Metric("broker.kafka_bytes_out_total", "counter", "bytes", "bytes sent to Kafka's clients"),
+    Metric("broker.kafka_sent_bytes_total", "counter", "bytes", "bytes sent to Kafka's clients"),
     Metric(
         "broker.kafka_malformed_total",
         "counter",
@@ -420,7 +423,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
     *_of_broker(
         "histogram",
         ("service", "method"),
-        ("ister_rpc_latency_seconds", "s", "gRPC calls that were answered, without streams"),
+        ("ister_rpc_latency_seconds", "s", "calls that were answered, without streams"),
     ),
     *_of_broker(
         "counter",

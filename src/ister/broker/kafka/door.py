@@ -147,11 +147,11 @@ class KafkaDoor:
         """Registers what is counted."""
         port = self.port
         metrics.register_gauge("broker.kafka_connections", lambda: port.connections)
-        metrics.register_gauge("broker.kafka_bytes_in_flight", lambda: port.memory.used)
+        metrics.register_gauge("broker.kafka_in_flight_bytes", lambda: port.memory.used)
         metrics.register_gauge("broker.kafka_groups", lambda: self.report()["groups"])
         metrics.register_gauge("broker.kafka_group_members", lambda: self.report()["members"])
-        metrics.register_counter("broker.kafka_bytes_in_total", lambda: port.bytes_in)
-        metrics.register_counter("broker.kafka_bytes_out_total", lambda: port.bytes_out)
+        metrics.register_counter("broker.kafka_received_bytes_total", lambda: port.bytes_in)
+        metrics.register_counter("broker.kafka_sent_bytes_total", lambda: port.bytes_out)
         metrics.register_counter("broker.kafka_malformed_total", lambda: port.malformed)
         metrics.register_counter("broker.kafka_connections_refused_total", lambda: port.refused)
 
