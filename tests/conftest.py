@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -57,11 +58,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def _our_threads() -> list[threading.Thread]:
-    """All but the one that loads the compiled loops: that is the process's, whoever started it."""
+    """All but those that compile and load loops: these are the process's, whoever started them."""
     return [
         thread
         for thread in threading.enumerate()
-        if thread.name.startswith("ister-") and thread.name != "ister-kernels"
+        if thread.name.startswith("ister-") and not thread.name.startswith("ister-kernels")
     ]
 
 
@@ -76,10 +77,11 @@ def _nothing_is_left() -> Iterator[None]:
         # Of a broker that serves several tests, which starts threads when it needs them.
         return
     ours = _our_threads()
+    deadline = time.monotonic() + 60
     for thread in ours:
-        # One that ran a call has answered it, and may take a moment to end.
-        if thread.name in ("ister-call", "ister-open"):
-            thread.join(timeout=60)
+        # One that ran a call has answered it, and may take a moment to end; those of a pool, too.
+        if thread.name.startswith(("ister-call", "ister-open", "ister-objectstore-sync")):
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
     left = [thread.name for thread in ours if thread.is_alive()]
     assert not left, f"threads left behind: {left}"
 

@@ -58,6 +58,7 @@ from ister.format.records import TopicRecord, decode_topic
 from ister.topic.log import Log
 from ister.topic.metadata_trust import UNKNOWN, MetadataTrust
 from ister.topic.topic import Topic
+from ister.wal.directory import WalDirectory
 from tests.sim.world import BrokenPromiseError, InlineSchedule
 from tests.support.backups import BucketBackup, DiskBackup, MetadataBackup
 from tests.support.memory_fs import MemoryFileSystem, _Directory
@@ -209,6 +210,10 @@ class Restores:
         self._moments = 0
         self._unknown: set[str] = set()
         """Topics that the metadata store did not have when it was accepted: `ister recover`."""
+        self._sent: dict[bytes, str] = {}
+        """The claim under which a message was sent."""
+        self._went_on: set[str] = set()
+        """Claims that the metadata store knew again while their processes ran."""
         self._terms: dict[str, int] = {}
         """By claim: how often something had been put back when a term of ownership began."""
         self._emptied: set[str] = set()
@@ -237,7 +242,7 @@ class Restores:
 
     def _on_disk(self, machine: Machine, *, aside: bool = True) -> set[int]:
         """The messages of a machine's files, or only of those that were not set aside."""
-        return set(_numbers_below(machine.fs._root, aside=aside))
+        return {n for file in _files_below(machine.fs._root, aside=aside) for n in _numbers(file)}
 
     def _everywhere(self) -> set[int]:
         return self._in_bucket().union(*(self._on_disk(one) for one in self._machines()))
@@ -264,6 +269,7 @@ class Restores:
         """A producer sends some messages, and waits for each answer."""
         for _ in range(self.rng.choice((1, 1, 2, 4))):
             payload = self.payload()
+            self._sent[payload] = topic.bucket.owned.record.claim
             topic.bucket.uploads.idle_mark.clear()  # here nobody else does it
             offset = topic.append(payload)
             schedule.run()
@@ -313,8 +319,9 @@ class Restores:
             )
         disk = self._on_disk(machine)
         here = self._in_bucket() | disk
-        # Terms that the files of this disk are from, or a copy of it.
-        own = {one.claim for n, one in owed.acked.items() if n in disk}
+        # Terms that the files of this disk are from, or a copy of it: also without a message.
+        files = b"".join(_files_below(machine.fs._root))
+        own = {one.claim for one in owed.acked.values() if one.claim.encode() in files}
         is_cut_off = self._was_cut_off(machine, record)
         known = {
             n: one
@@ -451,6 +458,10 @@ class Restores:
             and self._revision_seen - _CHANGES_BEFORE <= source.revision
         )
 
+    def _went_on_instead(self, found: bytes, acked: Acked) -> bool:
+        """Whether an owner that was cut off has committed a message at the offset of another's."""
+        return self._sent.get(found) in self._went_on and acked.claim not in self._went_on
+
     def _find_revision_seen(self) -> int:
         """The highest revision that the bucket has a witness of; 0 if the store is a new one."""
         found = self._meta._entries.get(f"{_ROOT}/cluster/store")
@@ -468,6 +479,8 @@ class Restores:
                 by_offset[acked.offset] = _read(topic, acked.offset)
             found = by_offset[acked.offset]
             if found == acked.payload:
+                continue
+            if isinstance(found, bytes) and self._went_on_instead(found, acked):
                 continue
             is_said = isinstance(found, IsterError) and not isinstance(found, OffsetOutOfRangeError)
             if is_said and not is_strict:
@@ -585,6 +598,8 @@ class Restores:
         bump = 1_000_000 if self.rng.random() < 0.2 and not is_running else 0
         backup.metadata.put_back(self._meta, bump=bump)
         self._metadata_from = backup
+        if is_running:
+            self._went_on |= backup.claims
         self._is_bumped = bool(bump)
 
     def put_back_bucket(self, backup: Backup) -> None:
@@ -620,6 +635,8 @@ class Restores:
             if not is_whole and "wal.ckpt" not in names:
                 self._mixed.add(name)
             disk.put_back(machine.fs, path, None if is_whole else names)
+            if WalDirectory(machine.fs, path).load_state() is None:
+                self._mixed.add(name)  # nothing says which term these files are from
 
     def remove_files(self, backup: Backup) -> None:
         """Files of a topic are removed, by a pattern that somebody types."""
@@ -808,13 +825,13 @@ def _numbers(data: bytes | bytearray) -> Iterator[int]:
     return (int(found) for found in _PAYLOAD.findall(data))
 
 
-def _numbers_below(directory: _Directory, *, aside: bool = True) -> Iterator[int]:
+def _files_below(directory: _Directory, *, aside: bool = True) -> Iterator[bytes]:
     for name, node in directory.entries.items():
         if isinstance(node, _Directory):
             if aside or ".aside-" not in name:
-                yield from _numbers_below(node, aside=aside)
+                yield from _files_below(node, aside=aside)
         else:
-            yield from _numbers(node.cache)
+            yield bytes(node.cache)
 
 
 def _read(topic: Topic, offset: int) -> bytes | IsterError:

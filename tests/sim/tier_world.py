@@ -936,6 +936,8 @@ class TierWorld:
         finally:
             self._depth -= 1
             self.trace(f"node {process.node.number}: goes on")
+        if process.is_dead:
+            raise SimulatedCrash("interrupted")
 
     def _let_others_act(self, process: Process, other: Node, *, is_putting: bool) -> None:
         is_node = process.node in self.nodes

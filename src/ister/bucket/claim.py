@@ -162,6 +162,9 @@ class ClaimCheck:
     """Whether local files, if there are any, are the topic's newest."""
     view: ClaimView
     """The keys that this result was derived from."""
+    is_older_copy: bool = False
+    """Whether local files are not current because they were put back to an older state, and the
+    bucket has everything that was acknowledged."""
     gives_up: bool = False
     """Whether this node continues without some messages of its own, whose offsets it assigns
     again."""
@@ -237,16 +240,17 @@ def check_claim(
     if known is None and local.term is not None:
         # The record was lost: files of the newest owner, or of a later one, replace it.
         others = [one for one in others if one != local.term and one.epoch >= local.term.epoch]
-    else:
-        if local.term is not None:
-            refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
-        if is_distrusted and not (known is not None and known.is_open):
-            raise StoresDifferError(
-                "the metadata store was rolled back to an older state and does not have the topic",
-                topic=str(topic),
-                hint="`ister metadata check` shows what the other stores have",
-            )
+    elif local.term is not None:
+        refuse_older(topic, known, [local.term], where="the checkpoint of the local files")
     refuse_older(topic, known, others, where="the bucket")
+    if is_distrusted and not (known is not None and known.is_open):
+        # Another node may have written the topic after this one.
+        raise StoresDifferError(
+            "the metadata store was rolled back to an older state and does not have the topic",
+            topic=str(topic),
+            hint="`ister metadata check` shows what the other stores have; "
+            "`ister metadata accept` continues from that",
+        )
     if known is not None and not known.is_open and local.has_log and not local.has_checkpoint:
         raise StoresDifferError(
             "the topic was deleted, but it has local files without a checkpoint, which may be "
@@ -275,7 +279,13 @@ def check_claim(
     # Restored files of a deleted topic of this name are not current: what this topic acknowledged
     # is in the bucket, or was found to be lost above.
     is_current = not known.lineage or (is_mine and not _is_foreign(known, local))
-    return replace(check, is_current=is_current, gives_up=gives_up)
+    is_older = is_mine and is_current and not gives_up and _is_older_copy(known, local, others)
+    return replace(
+        check,
+        is_current=is_current and not is_older,
+        is_older_copy=is_older,
+        gives_up=gives_up,
+    )
 
 
 def _is_foreign(known: TopicRecord, local: LocalFiles) -> bool:
@@ -283,26 +293,53 @@ def _is_foreign(known: TopicRecord, local: LocalFiles) -> bool:
     return local.incarnation not in ("", known.incarnation)
 
 
+def _is_older_copy(known: TopicRecord, local: LocalFiles, terms: Sequence[Term]) -> bool:
+    """Whether this node has begun a term in the bucket since its local files were written.
+
+    They may end in messages that were not acknowledged, with offsets that others have now.
+    """
+    newest = _newest_epoch(terms)
+    is_since = local.term is not None and local.term.epoch < newest
+    return is_since and known.lineage[-1].epoch <= newest
+
+
+def _newest_epoch(terms: Sequence[Term]) -> int:
+    # The bucket has a term only after the checkpoint has it; a repair makes objects before.
+    return max((term.epoch for term in terms if term.claim), default=0)
+
+
 def _refuse_forked(
     topic: TopicName, known: TopicRecord, local: LocalFiles, term: Term, node: str
 ) -> None:
     """Refuses local files that contradict the lineage of the record.
 
-    Either they were written under an epoch that was another node's, or they name an upload that the
-    next owner would have continued after, had it known of it.
+    They were written under an epoch that was another node's; or they name an upload that the next
+    owner would have continued after, had it known of it; or they go on where a seal or an idle mark
+    told the next owner that they end.
     """
     if local.incarnation != known.incarnation or not known.lineage:
         return
     later = next((entry for entry in known.lineage if entry.epoch > term.epoch), None)
-    if later is not None and later.node != node and local.uploaded_end > later.start:
-        raise StoresDifferError(
-            f"the offsets {later.start} up to, not including, {local.uploaded_end} were uploaded "
-            f"from the local files, but node {later.node} did not find them in the bucket and "
-            "assigned them again: the metadata store and the bucket were rolled back to an older "
-            "state",
-            topic=str(topic),
-            hint="move the topic's directory away, and publish the messages again that only it has",
-        )
+    if later is not None and later.node != node:
+        hint = "move the topic's directory away, and publish the messages again that only it has"
+        if local.uploaded_end > later.start:
+            raise StoresDifferError(
+                f"the offsets {later.start} up to, not including, {local.uploaded_end} were "
+                f"uploaded from the local files, but node {later.node} did not find them in the "
+                "bucket and assigned them again: the metadata store and the bucket were rolled "
+                "back to an older state",
+                topic=str(topic),
+                hint=hint,
+            )
+        if later.is_proven and (end := local.end() or local.synced) > later.start:
+            raise StoresDifferError(
+                f"the offsets {later.start} up to, not including, {end} are in the local files, "
+                f"but node {later.node} was told that they end before, and assigned these offsets "
+                "again: the metadata store was rolled back to an older state",
+                topic=str(topic),
+                offset=later.start,
+                hint=hint,
+            )
     owners = [entry for entry in known.lineage if entry.epoch <= term.epoch]
     if owners and owners[-1].node != node:
         if term == Term(known.epoch, known.claim):
@@ -354,11 +391,11 @@ def _find_lost(
     end: int | None = run.start
     if local.has_log:
         end = local.synced if local.synced >= should_end else local.end()
-    # The bucket has a term only after the checkpoint has it; a repair makes objects before.
-    newest = max((term.epoch for term in terms if term.claim), default=0)
-    is_earlier = _is_foreign(known, local) or (
-        run.epoch <= newest
-        and (not local.has_log if local.term is None else local.term.epoch < newest)
+    newest = _newest_epoch(terms)
+    is_earlier = (
+        _is_foreign(known, local)
+        or _is_older_copy(known, local, terms)
+        or (local.term is None and not local.has_log and run.epoch <= newest)
     )
     if not is_earlier and (end is None or end >= should_end):
         return None
@@ -464,6 +501,8 @@ class _Claimant:
             new = self.new or NewTopic(ack=AckLevel.SYNCED, codec=Codec.BINCODE2)
             check(self.new is not None, "a topic is made from something")
             epoch = max(new.epoch, known.epoch if known is not None else 0) + 1
+            # Files whose record was lost are this node's from their own epoch on.
+            first = new.epoch or epoch
             return TopicRecord(
                 epoch=epoch,
                 incarnation=new.incarnation or secrets.token_hex(8),
@@ -471,8 +510,8 @@ class _Claimant:
                 ack=new.ack,
                 codec=new.codec,
                 created_at=self.clock.now_ns() // 1_000_000_000,
-                lineage=(Lineage(epoch=epoch, start=0, node=node),),
-                born=epoch,
+                lineage=(Lineage(epoch=first, start=0, node=node),),
+                born=first,
             )
         epoch = known.epoch + 1
         claimed = replace(known, epoch=epoch, claim=claim, acked_end=None, acked_epoch=0)
@@ -483,9 +522,10 @@ class _Claimant:
             return claimed
         tiered = _tiered(self.catalog)
         is_whole = known.is_whole(tiered)
-        may_continue = self.take_over or (is_whole and known.ack is AckLevel.TIERED)
-        if seen is None or not seen.is_distrusted:
-            may_continue = may_continue or is_whole or sealed is not None
+        is_tiered = known.ack is AckLevel.TIERED
+        is_trusted = seen is None or not seen.is_distrusted
+        is_proven = is_trusted and (is_whole or sealed is not None)
+        may_continue = self.take_over or is_proven or (is_whole and is_tiered)
         if known.lineage and not may_continue:
             raise WaitsForDiskError(
                 f"the topic was last written by node {known.node}, which has not handed it over",
@@ -498,8 +538,13 @@ class _Claimant:
         start = sealed.next_offset if sealed is not None else tiered
         if seen is not None and seen.found:
             start = max(start, seen.found[-1].end)
-        lineage = (*known.lineage, Lineage(epoch=epoch, start=start, node=node))
-        return replace(claimed, lineage=lineage[-OWNER_LINEAGE_MAX:])
+        mine = Lineage(
+            epoch=epoch,
+            start=start,
+            node=node,
+            is_proven=is_proven and not is_tiered and bool(known.lineage),
+        )
+        return replace(claimed, lineage=(*known.lineage, mine)[-OWNER_LINEAGE_MAX:])
 
 
 def act_outside(catalog: Catalog, fence: Fence, *, clock: Clock, metrics: Metrics) -> OwnedTopic:

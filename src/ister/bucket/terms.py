@@ -26,6 +26,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from ister.base.clock import Clock
 from ister.base.limits import MIB
 from ister.base.model import TopicName
 from ister.bucket.express import ExpressRuns
@@ -51,6 +52,9 @@ _log = logging.getLogger("ister.bucket.terms")
 # A process commits its objects in order, at most two at once. So after this many objects whose
 # runs are all in their catalogs, every earlier one is committed, too.
 _KNOWN_IN_A_ROW: Final = 4
+# The topics of a process that has ended are claimed together. One that was only cut off may run
+# again, and write more, before it ends a second time.
+_FOUND_SECONDS: Final = 30.0
 
 
 class Term(NamedTuple):
@@ -175,19 +179,23 @@ class ForgottenRuns:
     owner has added the runs, and other topics in older objects may still lack theirs.
     """
 
-    def __init__(self, objects: ObjectStore, metadata: MetadataStore, root_prefix: str) -> None:
+    def __init__(
+        self, objects: ObjectStore, metadata: MetadataStore, root_prefix: str, clock: Clock
+    ) -> None:
         self._objects = objects
         self._metadata = metadata
         self._root = root_prefix
+        self._clock = clock
         self._lock = threading.Lock()
-        self._found: dict[str, ExpressRuns] = {}
+        self._found: dict[str, tuple[float, ExpressRuns]] = {}
 
     def runs_of(
         self, topic: TopicName, processes: Iterable[tuple[str, str]]
     ) -> list[ObjectDescriptor]:
         """The runs of a topic in the newest express objects of some processes.
 
-        `processes`: node and instance of each. The result for one that has ended is cached.
+        `processes`: node and instance of each. The result for one that has ended is cached for a
+        while.
 
         Raises:
             UnsupportedVersionError: A newer Ister wrote an object that may have some of them.
@@ -200,8 +208,9 @@ class ForgottenRuns:
             ]
 
     def _runs(self, folder: str, node: str, instance: str) -> ExpressRuns:
-        if (known := self._found.get(folder)) is not None:
-            return known
+        now = self._clock.monotonic()
+        if (known := self._found.get(folder)) is not None and now - known[0] < _FOUND_SECONDS:
+            return known[1]
         # Checked before the listing: if the process has ended, the listing is complete.
         is_final = not self._is_running(node, instance)
         found = ExpressRuns()
@@ -217,7 +226,7 @@ class ForgottenRuns:
             if known_in_a_row == _KNOWN_IN_A_ROW:
                 break
         if is_final:
-            self._found[folder] = found
+            self._found[folder] = now, found
         return found
 
     def _is_running(self, node: str, instance: str) -> bool:

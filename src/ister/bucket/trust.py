@@ -69,6 +69,8 @@ class Trust:
         self._seen = Seen()
         # Replaced as a whole, so that it can be read without the lock.
         self._fallen: Seen | None = None
+        self.is_compared = False
+        """Whether the stores have answered once since this process started."""
 
     @property
     def is_distrusted(self) -> bool:
@@ -134,6 +136,7 @@ class Trust:
             self._distrust(fallen)
         elif revision < stored.revision:
             self._distrust(replace(stored, fallen_to=revision))
+        self.is_compared = True
         if self._fallen is not None:
             if not is_told:
                 self._save(self._fallen, _OLDER)

@@ -47,6 +47,9 @@ class Lineage:
     epoch: int
     start: int
     node: str
+    is_proven: bool = False
+    """Whether a seal or an idle mark said that the node before it had acknowledged no message at or
+    above `start`. At level `tiered` the bucket says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,15 +114,28 @@ class _Found:
     names: list[ObjectName] = field(default_factory=list)
     """Of the objects."""
 
-    def needs_rebuild(self, record: TopicRecord) -> bool:
-        """Whether the catalog of a topic with this record lacks objects that do not continue it."""
+    def needs_rebuild(self, record: TopicRecord, runs: Sequence[ObjectDescriptor]) -> bool:
+        """Whether the catalog of a topic with this record lacks objects that do not continue it.
+
+        `runs`: the topic's runs in express objects.
+        """
         row = self.row
         own = [one for one in self.names if is_of_lineage(record, one.epoch, one.end)]
         tagged = [one for one in own if one.tag is not None]
         is_merged = any(one.start < row.catalog_end < one.end for one in tagged)
-        return is_merged or bool(row.missing and tagged) or self._has_expired(own)
+        ranges = [(one.start, one.end) for one in own]
+        own_runs = [
+            (run.start, run.end) for run in runs if is_of_lineage(record, run.epoch, run.end)
+        ]
+        return (
+            is_merged
+            or bool(row.missing and tagged)
+            or self._has_expired([*ranges, *own_runs])
+            # Only an owner writes runs, in order; what is gone before one has expired.
+            or (record.ack is AckLevel.TIERED and bool(row.missing) and self._follows_gap(own_runs))
+        )
 
-    def _has_expired(self, own: Iterable[ObjectName]) -> bool:
+    def _has_expired(self, own: Iterable[tuple[int, int]]) -> bool:
         """Whether all that an older catalog names has expired since, and what followed it, too.
 
         Tasks of a pipeline that was killed leave objects after a gap, too, but then the messages
@@ -135,10 +148,13 @@ class _Found:
             and local.term.epoch >= row.bucket_epoch
             and local.start <= row.catalog_end < local.end
         )
-        if row.status != OLDER or not is_gone or has_messages:
-            return False
-        later = [one.start for one in own if one.end > row.catalog_end]
-        return bool(later) and min(later) > row.catalog_end
+        return is_gone and not has_messages and self._follows_gap(own)
+
+    def _follows_gap(self, own: Iterable[tuple[int, int]]) -> bool:
+        """Whether all of these ranges that the catalog lacks begin after its end."""
+        end = self.row.catalog_end
+        later = [first for first, last in own if last > end]
+        return self.row.status == OLDER and bool(later) and min(later) > end
 
 
 class MetadataTrust:
@@ -169,7 +185,7 @@ class MetadataTrust:
         self._trust.check()
         self._listed = find_topics(self._objects)
         self._runs: ExpressRuns | None = None
-        self._forgotten = ForgottenRuns(self._objects, metadata, root_prefix)
+        self._forgotten = ForgottenRuns(self._objects, metadata, root_prefix, clock)
 
     @property
     def reason(self) -> str | None:
@@ -212,7 +228,7 @@ class MetadataTrust:
             Absent(key) if found.record is None else RevisionIs(key, found.record[1]),
             Absent(found.keys.owner),
         ]
-        if not is_same or found.needs_rebuild(newest):
+        if not is_same or found.needs_rebuild(newest, self._runs_of(name)):
             if not is_same:
                 self._metadata.delete_prefix(found.keys.storage)
             rebuild_catalog(
@@ -286,7 +302,7 @@ class MetadataTrust:
             row.status = UNKNOWN
         elif any(term.is_after(record) for term in _terms_of(found)):
             row.status = OLDER
-        elif record.is_open and found.needs_rebuild(record):
+        elif record.is_open and found.needs_rebuild(record, ()):
             row.status = INCOMPLETE
         elif row.missing:
             row.status = MISSING
@@ -400,8 +416,10 @@ class MetadataTrust:
             )
         if record.node == node:
             return record
-        # A topic's directory is new when a node claims it: the files begin where the term does.
-        entry = Lineage(epoch=epoch, start=files.start, node=node)
+        # A topic's directory is new when a node claims it: the files begin where the term does. If
+        # the record that named this node before was rolled back, they begin earlier.
+        before = record.lineage[-1].start if record.lineage else 0
+        entry = Lineage(epoch=epoch, start=max(files.start, before), node=node)
         return replace(record, lineage=(*record.lineage, entry))
 
 

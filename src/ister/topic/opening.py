@@ -254,7 +254,9 @@ class TopicOpener:
             directories.add(name)
             directory.mark()
         elif not seen.is_current and not local.is_new:
-            set_aside(directory, "another node has written the topic since")
+            older = "they are an older copy, and the bucket has everything that was acknowledged"
+            newer = "another node has written the topic since"
+            set_aside(directory, older if seen.is_older_copy else newer)
         owned = stores.claim(name, new=new, take_over=take_over, seen=seen)
         return None if owned is None else (owned, seen)
 

@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from ister.base import failpoints, threads
 from ister.base.clock import Clock
 from ister.base.metrics import Metrics
-from ister.base.model import Layout, TopicName
+from ister.base.model import AckLevel, Layout, TopicName
 from ister.bucket.catalog import Catalog
 from ister.bucket.chunks import OBJECTS_AHEAD_MAX
 from ister.bucket.claim import (
@@ -296,7 +296,7 @@ class Stores:
             ttl_seconds=storage.metadata.lease_ttl_seconds,
             clock=clock,
         )
-        self._forgotten_runs = ForgottenRuns(self.objects, metadata, root_prefix)
+        self._forgotten_runs = ForgottenRuns(self.objects, metadata, root_prefix, clock)
         self._lock = threading.Lock()
         self._ahead: ThreadPoolExecutor | None = None
         rate = storage.uploader.max_bytes_per_second
@@ -352,8 +352,11 @@ class Stores:
             # This node wrote the topic last and can continue without the bucket. If the bucket does
             # not answer, the terms are compared before the first upload: see `begin_term`.
             terms = self._try_to_ask(lambda: newest_terms(self.objects, name))
-        elif not is_new:
-            terms = newest_terms(self.objects, name)
+        else:
+            if not self.trust.is_compared:
+                self.trust.check()
+            if not is_new:
+                terms = newest_terms(self.objects, name)
         if new is not None and known is None and not is_new:
             self._refuse_forgotten(name)
         catalog = self.catalog(name)
@@ -373,7 +376,12 @@ class Stores:
             return seen
         found = self.find_forgotten(catalog, seen) if terms is not None else []
         if terms is None or (
-            found and is_mine and not seen.gives_up and local.covers(found[0].start, found[-1].end)
+            found
+            and is_mine
+            and not seen.gives_up
+            # Other nodes continue a topic of that level without these files.
+            and known.ack is not AckLevel.TIERED
+            and local.covers(found[0].start, found[-1].end)
         ):
             # Local files have them, and are uploaded again. If this process closes the topic before
             # that, its catalog is not complete, and the next owner has to look, too.

@@ -500,7 +500,9 @@ def test_sealed_topic_is_claimed_by_any_node_where_it_ended(cluster, ends):
     successor = cluster.claim("b", create=False)
     assert successor.sealed_before == state
     assert successor.start == next_offset
-    assert successor.record.lineage[-1] == Lineage(epoch=2, start=next_offset, node="b")
+    assert successor.record.lineage[-1] == Lineage(
+        epoch=2, start=next_offset, node="b", is_proven=True
+    )
     assert cluster.catalog().sealed() is None
     chain(successor, next_offset + 5)
     with pytest.raises(FencedError):

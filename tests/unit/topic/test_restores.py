@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from ister.base.model import TopicName, TopicState
+from ister.bucket.terms import ForgottenRuns
 from ister.errors import (
     ConflictError,
     CorruptDataError,
@@ -292,6 +293,119 @@ def test_older_copy_of_a_topics_directory_is_noticed(site, witness):
     assert is_noticed_or_whole(go_on(site.open()), acked)
 
 
+def test_older_copy_does_not_bring_back_what_was_not_acknowledged(site):
+    """At `tiered` the bucket has everything, and the older files another message at an offset."""
+    log = site.open()
+    topic = made(log, ack="tiered")
+    acked = send(topic, 5, "first")
+    topic.append(b"never acknowledged")
+    topic.flush()
+    end(site, log)
+    backup = DiskBackup.of(site.disk())
+    site.disk().remove(f"{DIRECTORY}/wal.log")
+    log = site.open()
+    topic = log.topic(TEXT, take_over=True)
+    acked += send(topic, 1, "later")
+    end(site, log)
+    backup.put_back(site.disk(), DIRECTORY)
+    assert go_on(site.open())[:6] == acked
+    assert aside(site)
+
+
+def test_files_behind_an_idle_mark_that_was_put_back_are_refused(site):
+    """Another node was told that they end there, and assigned the offsets again."""
+    log = site.open()
+    topic = made(log)
+    send(topic, 5, "before the mark")
+    topic.upload()
+    site.clock.advance(TTL_SECONDS)
+    log.stores.membership.renew()
+    assert topic.bucket.uploads.idle_mark.set()
+    backup = MetadataBackup.of(site.metadata)
+    topic.bucket.uploads.idle_mark.clear()
+    send(topic, 5, "behind it")
+    end(site, log)
+    backup.put_back(site.metadata, bump=1000)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open("b")
+    for term in site.bucket_keys():
+        if "/terms/" in term:
+            site.objects.drop(term)
+    made(log)
+    log.seal(TEXT)
+    log.close()
+    refused = go_on(site.open())
+    assert isinstance(refused, StoresDifferError)
+    assert refused.offset == 5
+
+
+def test_record_that_files_replace_names_the_term_that_they_are_from(site):
+    """A copy of the disk that has only the topic's directory is then told from these files."""
+    log = site.open()
+    send(made(log), 5, "first")
+    log.close()
+    site.metadata.delete(f"{PREFIX}/topics{TEXT}")
+    log = site.open()
+    record = made(log).bucket.owned.record
+    assert (record.epoch, record.born, record.lineage[0].epoch) == (2, 1, 1)
+
+
+def test_node_with_files_waits_for_an_operator_if_older_metadata_lacks_their_topic(site):
+    """Another node may have continued the topic after it."""
+    send(made(site.open("z")), 1, "another topic's store")
+    backup = MetadataBackup.of(site.metadata)
+    log = site.open()
+    acked = send(log.topic("/default/new", create=True), 5, "first")
+    log.stores.trust.check()
+    log.close()
+    backup.put_back(site.metadata)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open()
+    assert log.stores.trust.is_distrusted
+    with pytest.raises(StoresDifferError):
+        log.topic("/default/new", create=True)
+    log.close()
+    accept(site, "a", TopicName.parse("/default/new"))
+    topic = site.open().topic("/default/new")
+    assert payloads(topic.read("earliest")) == acked
+
+
+def test_run_of_an_earlier_process_is_adopted_although_the_files_have_its_messages(site):
+    """A topic of level `tiered` may be continued by a node that does not have these files."""
+    shared = Shared(site, topics=1)
+    shared.fill(1)
+    backup = MetadataBackup.of(site.metadata)
+    shared.fill(1, first=1)
+    end(site, shared.log)
+    backup.put_back(site.metadata, bump=1000)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open()
+    log.topic("/default/t0").bucket.uploads.begin_term()  # which removes the term before
+    end(site, log)
+    assert express_payloads(site.open("b"), 0) == [b"message 0", b"message 1", b"next"]
+
+
+def test_accepting_keeps_objects_of_the_owner_that_files_do_not_know(site, monkeypatch):
+    """Two nodes wrote under one epoch: the older one's files begin before either term did."""
+    log = site.open()
+    acked = send(made(log, ack="tiered"), 2, "first")
+    backup = MetadataBackup.of(site.metadata)
+    acked += send(made(log), 1, "forgotten")
+    end(site, log)
+    log = site.open("b")
+    acked += send(made(log), 2, "elsewhere")
+    end(site, log)
+    backup.put_back(site.metadata, bump=1000)
+    site.clock.advance(TTL_SECONDS + 1)
+    log = site.open()
+    monkeypatch.setattr(stores, "newest_terms", Mock(side_effect=UnavailableError("away")))
+    made(log).wal.save_checkpoint(with_term=True)
+    end(site, log)
+    monkeypatch.undo()
+    assert accept(site, "a") == "accepted"
+    assert go_on(site.open())[:5] == acked
+
+
 @pytest.mark.parametrize("pattern", [r"wal\..*", r".*\.(log|ckpt)", r".*"])
 def test_files_of_a_topic_that_were_removed_are_noticed(site, pattern):
     """Case g: what is left looks like a new directory, or like one that was uploaded."""
@@ -422,6 +536,20 @@ def test_runs_of_a_topic_are_adopted_after_those_of_another_one(site, disk):
     if disk == "b":  # what this process knows of the objects is forgotten
         end(site, log)
     assert express_payloads(site.open(disk), 1) == [b"message 0", b"message 1", b"next"]
+
+
+def test_runs_of_a_process_that_was_only_cut_off_are_searched_again(site):
+    """It is taken for dead, runs again, and ends a second time with metadata that is older."""
+    shared = Shared(site)
+    shared.fill(1)
+    process = shared.log.stores.membership
+    forgotten = ForgottenRuns(shared.log.stores.objects, site.metadata, PREFIX, site.clock)
+    topic, key = TopicName.parse("/default/t0"), [(process.node, process.instance)]
+    site.metadata.delete(f"{PREFIX}/cluster/nodes/{process.node}/process")
+    assert [run.end for run in forgotten.runs_of(topic, key)] == [1]
+    shared.fill(1, first=1)
+    site.clock.advance(60)
+    assert max(run.end for run in forgotten.runs_of(topic, key)) == 2
 
 
 @pytest.mark.parametrize("disk", ["a", "b", "c"])
