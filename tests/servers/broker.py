@@ -43,7 +43,7 @@ _READ_ONLY = [
 ]
 T = TypeVar("T")
 
-_PORTS = ("grpc", "flight", "http")
+_PORTS = ("grpc", "flight", "http", "kafka")
 
 
 def broker_settings(
@@ -106,6 +106,7 @@ class BrokerProcess:
         """Where gRPC is, as host:port. The same for all lives of the broker."""
         self.flight = ""
         self.http = ""
+        self.kafka = ""
 
     @property
     def url(self) -> str:
@@ -163,7 +164,8 @@ class BrokerProcess:
         except BaseException:
             self.kill()
             raise
-        self.address, self.flight, self.http = (ready.get(name) or "" for name in _PORTS)
+        found = (ready.get(name) or "" for name in _PORTS)
+        self.address, self.flight, self.http, self.kafka = found
 
     def stop(self, *, within: float = STOP_SECONDS) -> None:
         """SIGTERM. It has to end in time, with 0.

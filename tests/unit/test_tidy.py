@@ -161,7 +161,7 @@ _BROKER_LAYERS = (
     {"flight", "operations"},
     {"observe"},
     {"services"},
-    {"http"},
+    {"http", "kafka"},
     {"server"},
 )
 """Packages of the broker, from the lowest."""
