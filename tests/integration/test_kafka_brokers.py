@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import confluent_kafka
 import confluent_kafka.admin
+import pytest
 
 from ister.broker.server import Broker
 from tests.support.broker import eventually, settings_of
@@ -105,6 +106,7 @@ def read_all(address, topic, count):
     return found
 
 
+@pytest.mark.nightly
 async def test_an_idempotent_producer_follows_topics_that_move(tmp_path):
     topic = f"t-{uuid.uuid4().hex[:8]}"
     async with a_pair(tmp_path) as (brokers, addresses):

@@ -399,6 +399,7 @@ def test_what_was_committed_survives_the_death_of_the_broker(tmp_path, topic):
         assert "Traceback" not in own.log
 
 
+@pytest.mark.nightly
 def test_an_idempotent_producer_loses_and_doubles_nothing_when_the_broker_is_killed(
     tmp_path, topic
 ):
@@ -447,6 +448,7 @@ def test_an_idempotent_producer_loses_and_doubles_nothing_when_the_broker_is_kil
         assert "Traceback" not in own.log
 
 
+@pytest.mark.nightly
 def test_members_share_partitions_and_take_over_those_of_others(broker, topic):
     admin = confluent_kafka.admin.AdminClient({"bootstrap.servers": broker.kafka})
     admin.create_topics([confluent_kafka.admin.NewTopic(topic, 6)])[topic].result()
