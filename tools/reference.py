@@ -22,7 +22,6 @@ from typing import Any, Final
 
 from ister.base.metrics import LEFT_OUT, METRICS
 from ister.broker.http.api import ROUTES
-from ister.broker.kafka.protocol import VERSIONS
 from ister.cli.main import make_parser
 from ister.cli.parser import Parser, walk_commands
 from ister.config.aliases import ALIASES
@@ -86,10 +85,6 @@ holds for its topics, and one on the cluster for everything. Whoever may use or 
 look it up. A subscription that is restricted can be used and changed by its principals alone.
 Flight asks for `consume` to read a topic, for `produce` to write to it, and for `lookup` to ask
 where it ends."""
-
-_KAFKA_TEXT: Final = """\
-What `ister serve` offers to [Kafka's clients](../howto/kafka.md). Clients ask for this table when
-they connect, and choose the newest version that they know. What is not in it is not served."""
 
 _PYTHON_TEXT: Final = """\
 The names on this page, and no others, are what programs may rely on. Every error is an
@@ -481,19 +476,8 @@ def _page(lines: Sequence[str]) -> str:
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def kafka_page() -> str:
-    """What Kafka's clients are offered."""
-    lines = ["# Kafka's APIs", "", _KAFKA_TEXT, "", "| API | number | versions |", "|---|---|---|"]
-    for key, (oldest, newest) in sorted(VERSIONS.items()):
-        name = "".join(part.capitalize() for part in key.name.split("_"))
-        versions = str(oldest) if oldest == newest else f"{oldest} to {newest}"
-        lines.append(f"| {name} | {key.value} | {versions} |")
-    return _page(lines)
-
-
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "config.md": config_page,
-    "kafka.md": kafka_page,
     "cli.md": cli_page,
     "metrics.md": metrics_page,
     "permissions.md": permissions_page,

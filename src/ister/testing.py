@@ -34,7 +34,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from ister.base import threads
@@ -52,11 +51,7 @@ _START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 30.0
 _CLIENT_SECONDS: Final = 30.0
 _SETTINGS: Final[dict[str, object]] = {
-    "broker": {
-        "host": "127.0.0.1",
-        "ports": {"grpc": 0, "flight": 0, "http": 0, "kafka": 0},
-        "kafka": {"enabled": find_spec("kio") is not None},
-    }
+    "broker": {"host": "127.0.0.1", "ports": {"grpc": 0, "flight": 0, "http": 0}}
 }
 
 
@@ -73,8 +68,6 @@ class LocalBroker:
         """For `Client`, `AsyncClient` and the command line: `host:port`."""
         self.flight: str = addresses["flight"]
         """For Arrow Flight: `host:port`."""
-        self.kafka: str = addresses.get("kafka", "")
-        """For Kafka's clients: `host:port`; "" without the extra `ister[kafka]`."""
         self.http: str = addresses["http"]
         """For a browser: the dashboard, the HTTP API, metrics."""
         self._numbers = itertools.count()

@@ -43,7 +43,7 @@ _READ_ONLY = [
 ]
 T = TypeVar("T")
 
-_PORTS = ("grpc", "flight", "http", "kafka")
+_PORTS = ("grpc", "flight", "http")
 
 
 def broker_settings(
@@ -106,7 +106,6 @@ class BrokerProcess:
         """Where gRPC is, as host:port. The same for all lives of the broker."""
         self.flight = ""
         self.http = ""
-        self.kafka = ""
 
     @property
     def url(self) -> str:
@@ -164,8 +163,7 @@ class BrokerProcess:
         except BaseException:
             self.kill()
             raise
-        found = (ready.get(name) or "" for name in _PORTS)
-        self.address, self.flight, self.http, self.kafka = found
+        self.address, self.flight, self.http = (ready.get(name) or "" for name in _PORTS)
 
     def stop(self, *, within: float = STOP_SECONDS) -> None:
         """SIGTERM. It has to end in time, with 0.

@@ -161,7 +161,7 @@ _BROKER_LAYERS = (
     {"flight", "operations"},
     {"observe"},
     {"services"},
-    {"http", "kafka"},
+    {"http"},
     {"server"},
 )
 """Packages of the broker, from the lowest."""

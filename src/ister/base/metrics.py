@@ -263,41 +263,6 @@ _LOG: Final[tuple[Metric, ...]] = (
         "Arrow Flight streams refused because too many were open",
     ),
     Metric(
-        "broker.kafka_connections", "gauge", "connections", "Kafka's clients that are connected"
-    ),
-    Metric(
-        "broker.kafka_groups",
-        "gauge",
-        "groups",
-        "Kafka's consumer groups coordinated by this broker",
-    ),
-    Metric("broker.kafka_group_members", "gauge", "members", "members of these groups"),
-    Metric(
-        "broker.kafka_in_flight_bytes",
-        "gauge",
-        "bytes",
-        "requests and answers of Kafka's clients on their way",
-    ),
-    Metric(
-        "broker.kafka_received_bytes_total",
-        "counter",
-        "bytes",
-        "bytes received from Kafka's clients",
-    ),
-    Metric("broker.kafka_sent_bytes_total", "counter", "bytes", "bytes sent to Kafka's clients"),
-    Metric(
-        "broker.kafka_malformed_total",
-        "counter",
-        "requests",
-        "requests of Kafka's clients that could not be read",
-    ),
-    Metric(
-        "broker.kafka_connections_refused_total",
-        "counter",
-        "connections",
-        "connections of Kafka's clients refused because too many were open",
-    ),
-    Metric(
         "broker.schema_misfits", "counter", "messages", "messages that did not fit their schema"
     ),
     Metric("broker.delivery_bytes", "gauge", "bytes", "memory of messages on their way out"),
@@ -423,7 +388,7 @@ _BROKER: Final[tuple[Metric, ...]] = (
     *_of_broker(
         "histogram",
         ("service", "method"),
-        ("ister_rpc_latency_seconds", "s", "calls that were answered, without streams"),
+        ("ister_rpc_latency_seconds", "s", "gRPC calls that were answered, without streams"),
     ),
     *_of_broker(
         "counter",

@@ -36,7 +36,6 @@ from ister.broker.flight.service import SERVICE as FLIGHT
 from ister.broker.flight.service import FlightService, message_bytes_max
 from ister.broker.http.api import Api, ApiContext
 from ister.broker.http.port import Connections, make_application
-from ister.broker.kafka import KafkaDoor, bind_door
 from ister.broker.observe.browse import Browser
 from ister.broker.observe.health import BrokerHealth
 from ister.broker.observe.probe import HealthProbe
@@ -116,18 +115,15 @@ class Listening:
     grpc: int
     flight: int
     http: int
-    kafka: int | None = None
-    """None if Kafka's clients are not served."""
 
     def to_json(self) -> dict[str, str]:
         """The addresses, by kind."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        found = {
+        return {
             "grpc": f"{host}:{self.grpc}",
             "flight": f"{host}:{self.flight}",
             "http": f"{host}:{self.http}",
         }
-        return found if self.kafka is None else found | {"kafka": f"{host}:{self.kafka}"}
 
 
 class Broker:
@@ -159,7 +155,6 @@ class Broker:
         self._assignee: Assignee | None = None
         self._leaves_connections = False
         self._left: RpcServer | None = None
-        self._kafka: KafkaDoor | None = None
         self._gate = CallGate()
         # What has to be done at the end, in the order in which it was begun.
         self._endings = AsyncExitStack()
@@ -206,10 +201,6 @@ class Broker:
         # First: one port may be taken when the other is bound already.
         self._endings.push_async_callback(rpc.unbind)
         port, flight = rpc.bind()
-        kafka = self._kafka = bind_door(config.broker)
-        if kafka is not None:
-            self._endings.callback(kafka.unbind)
-            await asyncio.to_thread(kafka.take_number, metadata, self._node, config.storage)
         self.cluster = Cluster(
             self._member(port, flight, http),
             self._log.stores,
@@ -229,9 +220,6 @@ class Broker:
         )
         self.health.topics = self.topics
         self._register_gauges()
-        if kafka is not None:
-            self.health.kafka = kafka.report
-            kafka.register(self._log.metrics)
         await self._join(secret)
         followed = await self.topics.names.follow_policies()
         self._endings.push_async_callback(asyncio.to_thread, followed.close)
@@ -244,17 +232,7 @@ class Broker:
         await rpc.start()
         self._endings.push_async_callback(self._drain, rpc)
         await self._take_part()
-        listening = Listening(
-            host=config.broker.host,
-            grpc=port,
-            flight=flight,
-            http=http,
-            kafka=None if kafka is None else kafka.port.number,
-        )
-        if kafka is not None:
-            await kafka.start(
-                self.topics, self.guard, metadata, clock=clock, calls=self._calls, tls=self._tls
-            )
+        listening = Listening(host=config.broker.host, grpc=port, flight=flight, http=http)
         self._is_ready = self.health.has_started = True
         _log.info("ready", extra={**listening.to_json(), "engine": rpc.engine.value})
         kernels.prepare()
@@ -323,11 +301,9 @@ class Broker:
         flight_host = url.partition("://")[2].rpartition(":")[0]
         flight_scheme = "grpc" if self._tls is None else "grpc+tls"
         flight_url = f"{flight_scheme}://{flight_host}:{flight_port}"
-        kafka = self._kafka
+        stores = self._log.stores
         return Member(
-            node=self._node,
-            kafka_url="" if kafka is None else kafka.url(host, config.advertised.kafka_url),
-            kafka_id=-1 if kafka is None else kafka.number,
+            node=stores.membership.node if stores is not None else "local",
             broker_url=url,
             connect_url=config.advertised.connect_url or url,
             flight_url=config.advertised.flight_url or flight_url,
@@ -336,11 +312,6 @@ class Broker:
             version=__version__,
             state=MemberState.STARTING,
         )
-
-    @property
-    def _node(self) -> str:
-        stores = self._log.stores
-        return stores.membership.node if stores is not None else "local"
 
     async def _join(self, secret: str) -> None:
         """Makes this broker known to others, for as long as it runs."""
@@ -599,8 +570,6 @@ class Broker:
         # At the same time: each of them may have clients that do not read their answers.
         self._source.end()
         flight = asyncio.ensure_future(self._flight.close())
-        if self._kafka is not None:
-            await self._kafka.close(end_at - loop.time())
         # Calls in progress are answered; later ones are UNAVAILABLE, which clients retry.
         await self._gate.close(end_at - loop.time())
         await self.topics.close()

@@ -57,10 +57,6 @@ class Member:
     connect_url: str
     flight_url: str
     http_url: str = ""
-    kafka_url: str = ""
-    """As host:port; "" if it does not serve Kafka's clients."""
-    kafka_id: int = -1
-    """Its number for Kafka's clients."""
     zone: str = ""
     version: str = ""
     state: MemberState = MemberState.ACTIVE

@@ -301,7 +301,6 @@ def _greet(config: Config, listening: dict[str, str]) -> None:
         "gRPC": listening["grpc"],
         "Flight": listening["flight"],
         "HTTP": f"{scheme}://{listening['http']}/",
-        **({"Kafka": listening["kafka"]} if "kafka" in listening else {}),
         "data": _describe_data(config.storage),
     }
     if is_terminal(sys.stdout):
@@ -325,7 +324,6 @@ def _show_panel(facts: Mapping[str, str]) -> None:
         ("dashboard", facts["HTTP"], "bold cyan"),
         ("gRPC", f"{facts['gRPC']}  for `ister produce`, `ister consume`, Danube", ""),
         ("Flight", f"{facts['Flight']}  for Spark, Arrow, bulk publishing", ""),
-        ("Kafka", f"{facts.get('Kafka', 'not served')}  for Kafka's clients", ""),
         ("data", facts["data"], ""),
         ("", "", ""),
         ("try", "echo hello | ister produce /default/greetings", "green"),
@@ -381,7 +379,7 @@ def _check_ports(config: Config) -> None:
     """
     host, ports = config.broker.host, config.broker.ports
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for port in filter(None, (ports.grpc, ports.flight, ports.http, ports.kafka)):
+    for port in filter(None, (ports.grpc, ports.flight, ports.http)):
         with socket.socket(family, socket.SOCK_STREAM) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

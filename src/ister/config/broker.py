@@ -42,12 +42,6 @@ class BrokerPortsConfig:
         6651, low=0, high=65_535, says="Arrow Flight: bulk publishing, ranges, tails."
     )
     http: int = setting(9040, low=0, high=65_535, says="The dashboard, health and metrics.")
-    kafka: int | None = setting(
-        None,
-        low=0,
-        high=65_535,
-        says="Kafka's protocol. null is 9092, and the broker serves without it if that is taken.",
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +127,6 @@ class AdvertisedConfig:
     flight_url: str | None = setting(
         None, says="Address of Arrow Flight, as grpc://host:port or grpc+tls://host:port."
     )
-    kafka_url: str | None = setting(None, says="Address for Kafka's clients, as host:port.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,50 +281,12 @@ class BrokerLimitsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerKafkaConfig:
-    """`broker.kafka`: Kafka's protocol, where the extra `ister[kafka]` is installed."""
-
-    enabled: bool = setting(True, says="Whether Kafka's clients are served.")
-    namespace: str = setting(
-        "default", says="The namespace of topics that Kafka's clients name without one."
-    )
-    default_partitions: int = setting(
-        1, low=1, high=1024, says="Partitions of a topic that is created because it is used."
-    )
-    max_connections: int = setting(
-        4096, low=1, high=1_000_000, says="Connections of Kafka's clients; more are closed."
-    )
-    max_request_bytes: int = setting(
-        64 * MIB,
-        low=64 * KIB,
-        high=1024 * MIB,
-        says="Maximum size of a request, and of what its records decompress to.",
-    )
-    max_fetch_bytes: int = setting(
-        16 * MIB,
-        low=64 * KIB,
-        high=1024 * MIB,
-        says="Maximum size of an answer to a fetch, unless its first message is larger.",
-    )
-    max_bytes_in_flight: int = setting(
-        256 * MIB,
-        low=1 * MIB,
-        says="Bytes of requests and answers of all connections together; beyond that, the broker "
-        "reads from one connection after the other.",
-    )
-    idle_seconds: int = setting(
-        600, low=1, high=86_400, says="A connection without requests for so long is closed."
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerConfig:
     """`broker`: settings of `ister serve`, not used by the log itself."""
 
     host: str = setting("127.0.0.1", says="Address to listen on.")
     ports: BrokerPortsConfig = field(default_factory=BrokerPortsConfig)
     grpc: BrokerGrpcConfig = field(default_factory=BrokerGrpcConfig)
-    kafka: BrokerKafkaConfig = field(default_factory=BrokerKafkaConfig)
     advertised: AdvertisedConfig = field(default_factory=AdvertisedConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     auto_create_topics: bool = setting(True, says="Whether a producer creates a missing topic.")

@@ -498,7 +498,7 @@ class BodyEncoder:
     parts are kept. Thread-safe.
     """
 
-    __slots__ = ("_codec", "_identities", "_keyed", "_tails", "number")
+    __slots__ = ("_codec", "_identities", "_tails", "number")
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -506,7 +506,6 @@ class BodyEncoder:
         """Encodes an integer of 64 bits."""
         self._identities: dict[tuple[int, str, str], bytes] = {}
         self._tails: dict[tuple[str, str | None], bytes] = {}
-        self._keyed: dict[str, bytes] = {}
 
     def head(self, request_id: int, producer_id: int, topic_name: str, broker_addr: str) -> bytes:
         """The fields before the offset.
@@ -579,19 +578,6 @@ class BodyEncoder:
                 routing_key=routing_key,
             ) from error
         return found
-
-    def keyed_tail(self, producer_name: str, routing_key: str) -> bytes:
-        """As `tail`, for a message with a routing key and nothing else."""
-        end = self._keyed.get(producer_name)
-        if end is None:
-            empty = self.tail(
-                producer_name, "", {}, schema_id=None, schema_version=None, routing_key=""
-            )
-            # Without the size of the empty key, which comes last.
-            end = empty[: -len(self.number(0))]
-            _keep(self._keyed, producer_name, end)
-        key = routing_key.encode()
-        return b"".join((end, self.number(len(key)), key))
 
     def body(
         self, head: bytes, offset: int, payload: bytes, publish_time: int, tail: bytes

@@ -8,9 +8,6 @@
      "incarnation": "…", "consumers": {"<name>": {"id": 1, "filters": ["eu-*"], "seen_ms": 0}},
      "receipt_key": "…", "created_by": "user:ada", "principals": ["service:billing"]}
 
-Consumer groups of Kafka's protocol have the kind `kafka`: cursors without delivery, which the
-group's coordinator writes (`ister.broker.kafka.coordinator`).
-
 `created_by` is missing where it is not known, `principals` where all may use it. Fields that this
 version does not know are kept.
 
@@ -40,8 +37,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -79,8 +75,6 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _PAGE: Final = 64
 # Planned settings of a topic are one value in the metadata store.
 _PLANNED_MAX: Final = 1000
-_GROUP_KIND: Final = "kafka"
-_COMMITTED: Final = "kafka"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +114,6 @@ class StoredSubscription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCursor:
-    """What a consumer group of Kafka's protocol has committed for a topic."""
-
-    cursor: int
-    """The first offset that it has not consumed."""
-    timestamp: int
-    """When it was written, in milliseconds since the Unix epoch."""
-    incarnation: str
-    """Of the topic."""
-    more: Mapping[str, object] = field(default_factory=dict)
-    """What the group's members keep beside it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSettings:
     """Settings of a subscription that does not exist yet; None for the default."""
 
@@ -159,7 +139,7 @@ class _Planned(msgspec.Struct):
 class _Options(msgspec.Struct):
     """The options as they are stored."""
 
-    kind: str
+    kind: SubscriptionKind
     failure_policy: dict[str, object]
     max_unacked_messages: int | None
     incarnation: str
@@ -215,7 +195,7 @@ class SubscriptionStore:
             name = key.removeprefix(prefix).removesuffix("/options")
             try:
                 options = _decode_options(item)
-                if options.incarnation == incarnation and options.kind != _GROUP_KIND:
+                if options.incarnation == incarnation:
                     progress = found.get(f"{prefix}{name}/progress")
                     loaded[name] = _subscription(name, options, item, progress)
             except CorruptDataError as error:
@@ -249,87 +229,6 @@ class SubscriptionStore:
         key = _planned_key(self._keys(topic))
         found = _decode_planned(key, self._metadata.get(key), incarnation)
         return _settings(key, found.subscriptions.get(name))
-
-    # -- groups of Kafka's protocol ---------------------------------------------------------
-
-    def group_cursors(self, topic: TopicName, incarnation: str) -> dict[str, GroupCursor]:
-        """The cursors of all groups that have committed offsets of a topic."""
-        prefix = self._keys(topic).subscriptions
-        found = {item.key: item for item in self._metadata.range(prefix)}
-        cursors: dict[str, GroupCursor] = {}
-        for key, item in found.items():
-            if not key.endswith("/options") or _GROUP_KIND.encode() not in item.value:
-                continue
-            with suppress(CorruptDataError):  # `load` reports it
-                if _decode_options(item).kind != _GROUP_KIND:
-                    continue
-            name = key.removeprefix(prefix).removesuffix("/options")
-            cursor = _group_cursor(found.get(f"{prefix}{name}/progress"))
-            if cursor is not None and cursor.incarnation == incarnation:
-                cursors[name] = cursor
-        return cursors
-
-    def read_group(self, topics: Sequence[TopicName], group: str) -> dict[TopicName, GroupCursor]:
-        """The cursors of a group, by topic, whatever the topic's incarnation is now."""
-        keys = {self._keys(topic).progress(group): topic for topic in topics}
-        cursors = {
-            keys[key]: _group_cursor(item)
-            for key, item in self._metadata.get_many(list(keys)).items()
-        }
-        return {topic: found for topic, found in cursors.items() if found is not None}
-
-    def plan_group(
-        self, topic: TopicName, group: str, incarnation: str
-    ) -> tuple[list[Compare], list[Operation]]:
-        """What makes a topic one of a group's: for the transaction of its first commit.
-
-        Raises:
-            InvalidRequestError: The group's name is invalid.
-            ConflictError: A subscription of that name is something else.
-        """
-        keys = self._keys(topic)
-        key = _options_key(keys, group)
-        found, progress = self._metadata.get(key), self._metadata.get(keys.progress(group))
-        if found is not None:
-            known = _decode_options(found)
-            if known.kind == _GROUP_KIND and known.incarnation == incarnation:
-                return [unchanged(key, found)], []
-            if known.incarnation == incarnation:
-                raise ConflictError(
-                    f"{group!r} is a subscription of another kind: {known.kind}", topic=str(topic)
-                )
-        elif progress is not None:
-            _check_is_free(progress, incarnation)
-        fields: dict[str, object] = {
-            "kind": _GROUP_KIND,
-            "failure_policy": {},
-            "max_unacked_messages": None,
-            "incarnation": incarnation,
-            "created_ms": self._now_ms(),
-        }
-        return [unchanged(key, found)], [Put(key, msgspec.json.encode(fields))]
-
-    def put_group(
-        self,
-        topic: TopicName,
-        group: str,
-        cursor: int,
-        incarnation: str,
-        more: Mapping[str, object],
-    ) -> Put:
-        """What writes a group's cursor."""
-        progress = Progress(
-            offset=cursor,
-            timestamp=self._now_ms(),
-            incarnation=incarnation,
-            more={_COMMITTED: dict(more)},
-        )
-        return Put(self._keys(topic).progress(group), encode_progress(progress))
-
-    def delete_group(self, topic: TopicName, group: str) -> list[Operation]:
-        """What removes a topic from a group."""
-        keys = self._keys(topic)
-        return [Delete(_options_key(keys, group)), Delete(keys.progress(group))]
 
     # -- changes ----------------------------------------------------------------------------
 
@@ -416,7 +315,6 @@ class SubscriptionStore:
             if options is not None:
                 known = _decode_options(options)
                 if known.incarnation == incarnation:
-                    _check_no_group(name, known, topic)
                     return _subscription(name, known, options, progress)
             elif progress is not None:
                 _check_is_free(progress, incarnation)
@@ -593,35 +491,6 @@ def _conflict(key: str) -> ConflictError:
     return ConflictError("the subscription keeps changing", path=key)
 
 
-def _check_no_group(name: str, options: _Options, topic: TopicName) -> None:
-    if options.kind == _GROUP_KIND:
-        raise ConflictError(
-            f"{name!r} is a consumer group of Kafka's protocol",
-            topic=str(topic),
-            hint="choose another name",
-        )
-
-
-def _group_cursor(found: KeyValue | None) -> GroupCursor | None:
-    """A group's cursor; None if there is none."""
-    if found is None:
-        return None
-    try:
-        known = decode_progress(found.value, key=found.key)
-    except CorruptDataError as error:
-        _log.error("unreadable cursor", extra={"error": str(error)})
-        return None
-    more = known.more.get(_COMMITTED)
-    if not isinstance(more, dict):
-        return None
-    return GroupCursor(
-        cursor=known.offset,
-        timestamp=known.timestamp,
-        incarnation=known.incarnation,
-        more=more,
-    )
-
-
 def _check_is_free(progress: KeyValue, incarnation: str) -> None:
     """Whether a cursor without options may be replaced: only one of a topic that is gone."""
     known = _read_progress(progress, incarnation)
@@ -654,12 +523,11 @@ def _subscription(
     saved = None if known is None else known.more.get(DELIVERY)
     try:
         policy = FailurePolicy.from_json(options.failure_policy)
-        kind = SubscriptionKind(options.kind)
-    except (InvalidRequestError, ValueError) as error:
+    except InvalidRequestError as error:
         raise CorruptDataError(f"not a subscription: {error}", path=found.key) from error
     return StoredSubscription(
         name=name,
-        kind=kind,
+        kind=options.kind,
         policy=policy,
         window=options.max_unacked_messages,
         consumers=options.consumers,

@@ -45,7 +45,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ister.base.model import AckLevel, StreamMessage, TopicState
 from ister.errors import CapacityError, ConflictError, InvalidRequestError
 from ister.format.payloads import Payloads
-from ister.topic.append import RecordParts
 from ister.topic.read_only import ReadOnlyTopic
 from ister.topic.topic import Topic
 
@@ -399,54 +398,6 @@ class SequencedTopic:
         )
         self._table().record(producer, epoch, sequence, offset)
         return offset
-
-    def append_records(
-        self, records: Sequence[RecordParts], *, producer: str, epoch: int = 0, sequence: int
-    ) -> Appended:
-        """Accepts those of some records that are not in, as `Appender.append_records` does.
-
-        Their heads and tails carry the producer's name, identity and sequences.
-
-        Raises:
-            As `append_record`.
-        """
-        self._check(producer, epoch)
-        with self._lock:
-            verdict = self._judge(producer, epoch, sequence, len(records))
-            return self._append_parts(records, verdict, producer, epoch, sequence)
-
-    def try_append_records(
-        self, records: Sequence[RecordParts], *, producer: str, epoch: int = 0, sequence: int
-    ) -> Appended | None:
-        """Like `append_records`, but returns None instead of waiting."""
-        self._check(producer, epoch)
-        if self._sequences is None or not self._lock.acquire(blocking=False):
-            return None
-        try:
-            try:
-                self._check_epoch(producer, epoch)
-                verdict = self._table().judge(producer, epoch, sequence, len(records))
-            except _TooOldError:
-                return None
-            return self._append_parts(records, verdict, producer, epoch, sequence)
-        finally:
-            self._lock.release()
-
-    def _append_parts(
-        self,
-        records: Sequence[RecordParts],
-        verdict: Verdict,
-        producer: str,
-        epoch: int,
-        sequence: int,
-    ) -> Appended:
-        """Appends those records that the verdict does not know; the lock is held."""
-        known, start, end = verdict
-        if known == len(records):
-            return Appended(start, end, known)
-        offsets = self.topic.appender.append_records(records[known:])
-        self._table().record(producer, epoch, sequence + known, offsets.start, len(offsets))
-        return Appended(start if known else offsets.start, offsets.stop, known)
 
     def append_arrow(
         self, batch: pa.RecordBatch | Payloads, *, producer: str, epoch: int = 0, sequence: int

@@ -154,7 +154,6 @@ async def test_its_health_has_reasons(tmp_path, monkeypatch):
             "ack": "synced",
             "auth": "none",
             "tls": False,
-            "kafka": {"port": listening.kafka, "connections": 0, "groups": 0, "members": 0},
         }
         assert checks["ready"]["state"] == checks["topics"]["state"] == "ok"
         membership = type(broker.topics.log.stores.membership)

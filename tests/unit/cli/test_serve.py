@@ -120,7 +120,7 @@ def process(directory, *arguments, **environment):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**clean, "ISTER_BROKER__PORTS__KAFKA": "0", **environment},
+            env={**clean, **environment},
         ) as child,
     ):
         try:
@@ -169,7 +169,7 @@ def test_one_line_of_json_says_where_it_listens(tmp_path):
         event = json.loads(said)
         assert event.pop("event") == "ready"
         assert event.pop("pid") == child.pid
-        assert set(event) == {"grpc", "flight", "http", "kafka"}
+        assert set(event) == {"grpc", "flight", "http"}
         for address in event.values():
             host, port = address.split(":")
             assert host == "127.0.0.1"
@@ -186,12 +186,7 @@ def test_one_line_of_json_says_where_it_listens(tmp_path):
 
 # -- what is said at the start --------------------------------------------------------------
 
-LISTENING = {
-    "grpc": "127.0.0.1:7001",
-    "flight": "127.0.0.1:7002",
-    "http": "0.0.0.0:7003",
-    "kafka": "127.0.0.1:7004",
-}
+LISTENING = {"grpc": "127.0.0.1:7001", "flight": "127.0.0.1:7002", "http": "0.0.0.0:7003"}
 
 
 def test_greeting_in_a_pipe_is_plain(capsys, tmp_path):
@@ -201,7 +196,6 @@ def test_greeting_in_a_pipe_is_plain(capsys, tmp_path):
         "  gRPC    127.0.0.1:7001   Danube's clients: http://127.0.0.1:7001",
         "  Flight  127.0.0.1:7002",
         "  HTTP    http://0.0.0.0:7003/",
-        "  Kafka   127.0.0.1:7004",
         f"  data    {tmp_path}",
         "Press Ctrl-C to stop it.",
     ]

@@ -14,7 +14,7 @@ are named only to callers that may see them (`names`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import Final, Literal
@@ -117,8 +117,6 @@ class BrokerHealth:
         self.probe = probe
         self.tls: ServerTls | None = None
         self.flight: FlightService | None = None
-        self.kafka: Callable[[], dict[str, int]] | None = None
-        """What there is to say of Kafka's clients; None if they are not served."""
         self.has_started = False
         """Whether every topic is recovered and every port is open."""
         self.is_ending = False
@@ -186,7 +184,6 @@ class BrokerHealth:
             "ack": storage.ack.value if storage.mode is not StorageMode.MEMORY else "memory",
             "auth": broker.auth.mode.value,
             "tls": self.tls is not None,
-            "kafka": None if self.kafka is None else self.kafka(),
             "checks": [asdict(check) for check in checks],
         }
 

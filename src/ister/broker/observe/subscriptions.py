@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from ister.base.positions import lag_of
 from ister.broker.dispatch.dispatcher import Dispatcher
 from ister.broker.topics.served_topic import AnySubscription
 from ister.subscription.policy import SubscriptionKind
-from ister.subscription.store import GroupCursor, StoredSubscription
+from ister.subscription.store import StoredSubscription
 from ister.topic.describe import SubscriptionView
 
 # Names of consumers: of one subscription, and of all subscriptions of a topic.
@@ -85,22 +85,6 @@ def _why_blocked(subscription: Dispatcher, view: SubscriptionView, *, receiving:
             f"its consumers have {view.in_flight} unacknowledged messages; each may have {window}"
         )
     return None
-
-
-def describe_groups(
-    cursors: Mapping[str, GroupCursor], *, earliest: int, end: int
-) -> list[SubscriptionView]:
-    """The consumer groups of Kafka's protocol that have committed offsets of a topic."""
-    return [
-        SubscriptionView(
-            name=name,
-            type="kafka",
-            cursor=one.cursor,
-            lag=lag_of(one.cursor, earliest=earliest, end=end),
-            consumers_total=0,
-        )
-        for name, one in sorted(cursors.items())
-    ]
 
 
 def describe_stored(stored: StoredSubscription, earliest: int, end: int) -> SubscriptionView:

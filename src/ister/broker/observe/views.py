@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -34,11 +34,7 @@ from ister.broker.observe.storage_counts import (
     StorageCounts,
     describe_objects,
 )
-from ister.broker.observe.subscriptions import (
-    describe_groups,
-    describe_stored,
-    describe_subscriptions,
-)
+from ister.broker.observe.subscriptions import describe_stored, describe_subscriptions
 from ister.broker.observe.totals import StoredTotals, TotalsCache
 from ister.broker.schemas.registry import SchemaRegistry
 from ister.broker.security.guard import Guard, current_principal
@@ -49,7 +45,6 @@ from ister.bucket.members import Member
 from ister.config import StorageMode
 from ister.errors import CorruptDataError, IsterError, NotFoundError, UnavailableError
 from ister.metadata.base import MetadataStore
-from ister.subscription.store import GroupCursor
 from ister.topic.describe import (
     TopicView,
     UploadLag,
@@ -197,9 +192,6 @@ class Views:
         view.history = self.history.as_json(points, window)
         view.schema = read.schema
         view.errors += read.errors
-        groups = describe_groups(read.groups, earliest=view.earliest, end=view.watermarks.next)
-        view.subscriptions = [*view.subscriptions, *groups][:_SUBSCRIPTIONS_SHOWN]
-        view.subscriptions_total = len(topic.subscriptions) + len(groups)
         view.objects = describe_objects(read.counted, read.tiered)
         view.is_counted = read.counted.is_complete
         StoredTotals(
@@ -237,10 +229,7 @@ class Views:
         def read_schema() -> None:
             found.schema = self._schema_of(topic.name)
 
-        def read_groups() -> None:
-            found.groups = self.topics.store.group_cursors(topic.parsed, topic.incarnation)
-
-        for step in (read_files, read_objects, read_schema, read_groups):
+        for step in (read_files, read_objects, read_schema):
             try:
                 step()
             except IsterError as error:
@@ -604,7 +593,6 @@ class _Read:
     counted: ObjectCount = field(default_factory=lambda: ObjectCount(is_complete=True))
     tiered: int = 0
     schema: JsonObject | None = None
-    groups: Mapping[str, GroupCursor] = field(default_factory=dict)
     errors: list[JsonObject] = field(default_factory=list)
 
 

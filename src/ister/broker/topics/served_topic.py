@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 from ister.base import failpoints
 from ister.base.clock import Clock
@@ -72,7 +72,6 @@ from ister.topic.topic import Topic
 _log = logging.getLogger("ister.broker.topics.served_topic")
 
 AnySubscription: TypeAlias = Dispatcher | Fanout
-_T = TypeVar("_T")
 
 # A consumer that has subscribed gets its stream within this time, or its place is free again.
 _RESERVED_SECONDS: Final = 5.0
@@ -167,7 +166,7 @@ class ServedTopic:
     def _active_floor(self, *, include_inactive: bool) -> int:
         """The lowest cursor of the active subscriptions. May be called by any thread."""
         grace = self._context.retention_grace_seconds
-        own = min(
+        return min(
             (
                 found.delivery.cursor
                 for found in list(self.subscriptions.values())
@@ -175,24 +174,6 @@ class ServedTopic:
             ),
             default=NO_FLOOR,
         )
-        return min(own, self._group_floor(grace, include_inactive=include_inactive))
-
-    def _group_floor(self, grace: float, *, include_inactive: bool) -> int:
-        """The lowest cursor of Kafka's consumer groups, whose coordinator may be anywhere."""
-        context = self._context
-        try:
-            found = context.store.group_cursors(self.parsed, self.incarnation)
-        except IsterError as error:
-            _log.warning(
-                "the cursors of Kafka's groups cannot be read; everything is kept meanwhile",
-                extra={"topic": self.name, "error": str(error)},
-            )
-            return 0
-        active_ms = context.clock.now_ns() // 1_000_000 - int(grace * 1000)
-        cursors = [
-            one.cursor for one in found.values() if include_inactive or one.timestamp >= active_ms
-        ]
-        return min(cursors, default=NO_FLOOR)
 
     # -- what it is -------------------------------------------------------------------------
 
@@ -306,24 +287,17 @@ class ServedTopic:
             )
 
     async def _append(self, message: StreamMessage, sequence: int | None, epoch: int) -> int:
-        topic = self.topic
-        assert topic is not None  # noqa: S101 - for mypy
-        if sequence is None:
-            return await self.when_room(lambda: topic.appender.append_record(message))
-        number = sequence
-        return await await_room(lambda: self._append_numbered(message, number, epoch))
-
-    async def when_room(self, append: Callable[[], _T]) -> _T:
-        """Calls `append`, again while the topic's buffer has no room, for up to two seconds.
-
-        Raises:
-            CapacityError: There was no room.
-        """
-
-        async def attempt() -> _T:
-            return append()
-
-        return await await_room(attempt)
+        assert self.topic is not None and self.sequenced is not None  # noqa: S101, PT018 - for mypy
+        give_up_at = asyncio.get_running_loop().time() + _FULL_SECONDS
+        while True:
+            try:
+                if sequence is None:
+                    return self.topic.appender.append_record(message)
+                return await self._append_numbered(message, sequence, epoch)
+            except CapacityError:
+                if asyncio.get_running_loop().time() > give_up_at:
+                    raise
+                await asyncio.sleep(_FULL_RETRY_SECONDS)
 
     async def _append_numbered(self, message: StreamMessage, sequence: int, epoch: int) -> int:
         sequenced = self.sequenced
@@ -686,23 +660,6 @@ class ServedTopic:
             *(one.close(reason, flush=flush) for one in self.subscriptions.values())
         )
         self.producers.clear()
-
-
-async def await_room(append: Callable[[], Awaitable[_T]]) -> _T:
-    """Awaits an append, again while there is no room for it, for up to two seconds.
-
-    Raises:
-        CapacityError: There was no room.
-    """
-    loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + _FULL_SECONDS
-    while True:
-        try:
-            return await append()
-        except CapacityError:
-            if loop.time() > give_up_at:
-                raise
-            await asyncio.sleep(_FULL_RETRY_SECONDS)
 
 
 def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
