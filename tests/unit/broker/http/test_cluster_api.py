@@ -118,7 +118,7 @@ async def test_actions_at_another_broker(tmp_path):
         assert (status, refusal["code"]) == (404, "NOT_FOUND")
         status, done = await a.post(f"{PATH}/move", {"to": b.node})
         assert (status, done["node"]) == (200, b.node)
-        assert b.broker.topics.find_open(T) is not None
+        await eventually(lambda: b.broker.topics.find_open(T) is not None)
         status, done = await a.post(f"brokers/{b.node}/drain")
         assert (status, done["moved"], done["failed"]) == (200, 1, [])
         assert b.broker.cluster.own.state == "draining"

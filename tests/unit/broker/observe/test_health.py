@@ -327,7 +327,8 @@ async def test_slow_syncs_are_said(tmp_path):
 
 
 async def test_memory_of_a_broker_without_a_disk_is_told(tmp_path):
-    settings = {"storage": {"bucket": {"memory_max_bytes": MIB}, "uploader": {"engine": "none"}}}
+    uploader = {"engine": "none", "max_lag_bytes": 64 * MIB}
+    settings = {"storage": {"bucket": {"memory_max_bytes": MIB}, "uploader": uploader}}
 
     async with a_broker(tmp_path, settings, mode="bucket") as (broker, _, _):
         health, log = broker.health, broker.health._log
