@@ -18,8 +18,9 @@ files are set aside before the claim, because afterwards they look like new ones
 
 Before a claim the record is compared with the terms in the bucket and in the local checkpoint
 (`ister.bucket.terms`): an older record is refused. While the metadata store as a whole is
-distrusted (`ister.bucket.trust`), seals and idle marks prove nothing. If this node was the last
-owner, its local files are compared with what other places say about them: an older copy is refused.
+distrusted (`ister.bucket.trust`), seals and idle marks prove nothing, and no topic is made. If this
+node was the last owner, its local files are compared with what other places say about them: an
+older copy is refused, or set aside if the bucket has everything.
 
 What a crash leaves: an owner key that expires with its lease.
 """

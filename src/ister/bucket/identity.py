@@ -12,8 +12,8 @@ Owns: both records. Does not own: when they are compared (`ister.topic.stores`).
 The metadata store decides: an id is recorded there first (the commit point), in one transaction,
 and then put into the bucket. A crash in between leaves a bucket without an id, which the next
 process completes. A bucket without an id gets one only if it may be the right one: it has an object
-that the metadata store names, or the store names none, recorded no other location, and has no
-broker that is up although the id was in the bucket once.
+that the metadata store names, or the store names none. Once the id was in a bucket, the location
+must also be the recorded one, and no broker may be up.
 """
 
 from __future__ import annotations
